@@ -1,0 +1,162 @@
+"""The adapter folder: the learner publishes versions, samplers find and load them.
+
+    save_path/run.json                  which run this folder belongs to
+    save_path/adapters/v00000012/       PEFT's own format plus manifest.json (version, sha256, LoRA shape, canary)
+    save_path/latest                    symlink to the newest version
+
+A version is written under a temporary name, fsynced and renamed, then `latest` is replaced, so a reader meets whole
+versions only. Nothing is edited in place. A reader takes the file's bytes into memory, compares hash, keys and shapes,
+and touches the model only when all fit; otherwise AdapterError says why and the model keeps what it had.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
+
+
+class AdapterError(RuntimeError):
+    """A version that cannot be used now: absent, half there, or not of this model; the message names file and reason."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the learner says of a version."""
+
+    run_id: str
+    version: int  # optimizer steps done when it was published
+    sha256: str  # of the weights file
+    lora: dict  # rank, alpha, targets
+    canary: list[float]  # log-probs of a fixed text with this version, see grpo/policy.py
+
+
+class AdapterStore:
+    """One run's adapter folder, at either side."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser().resolve()
+
+    def read_run(self) -> dict | None:
+        """The content of run.json, or None while there is none."""
+        try:
+            return json.loads((self.path / "run.json").read_text())
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            raise AdapterError(f"cannot read {self.path / 'run.json'}: {error}") from error
+
+    def write_run(self, run: dict) -> None:
+        """Claim the folder for a run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_file(self.path / "run.json", json.dumps(run, indent=2).encode())
+
+    def folder(self, version: int) -> Path:
+        """Where a version lies."""
+        return self.path / "adapters" / f"v{version:08d}"
+
+    def versions(self) -> list[int]:
+        """All published versions, oldest first."""
+        return sorted(int(p.name[1:]) for p in (self.path / "adapters").glob("v*") if p.name[1:].isdigit())
+
+    def publish(self, state: dict[str, torch.Tensor], config: LoraConfig, manifest_fields: dict) -> Manifest:
+        """Write a new version and point `latest` at it; the version must be newer than all there are.
+
+        `state` is PEFT's state dict of the adapter; `manifest_fields` holds run_id, version, lora and canary.
+        """
+        version = manifest_fields["version"]
+        newest = max(self.versions(), default=-1)
+        assert version > newest, f"version {version} after version {newest} in {self.path}"
+        weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, {"format": "pt"})
+        manifest = Manifest(sha256=hashlib.sha256(weights).hexdigest(), **manifest_fields)
+        temporary = self.path / "adapters" / f".tmp-v{version:08d}"
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a learner that was killed here
+        temporary.mkdir(parents=True)
+        config.save_pretrained(temporary)
+        _write_file(temporary / WEIGHTS, weights)
+        _write_file(temporary / MANIFEST, json.dumps(vars(manifest)).encode())
+        _sync(temporary / CONFIG)
+        _sync(temporary)
+        os.rename(temporary, self.folder(version))
+        self._point_latest(version)
+        return manifest
+
+    def prune(self, keep_newest: int, keep: set[int]) -> None:
+        """Remove old versions, except the newest `keep_newest` and those in `keep`."""
+        for version in self.versions()[:-keep_newest]:
+            if version not in keep:
+                shutil.rmtree(self.folder(version))
+
+    def read(self, version: int) -> tuple[Manifest, LoraConfig, dict[str, torch.Tensor]]:
+        """A version's manifest, PEFT config and tensors, with the weights checked against the manifest's hash."""
+        folder = self.folder(version)
+        try:
+            manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
+            config = LoraConfig.from_pretrained(str(folder))
+            weights = (folder / WEIGHTS).read_bytes()
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise AdapterError(f"adapter version {version} in {folder} cannot be read: {error}") from error
+        found = hashlib.sha256(weights).hexdigest()
+        if found != manifest.sha256:
+            raise AdapterError(f"{folder / WEIGHTS} has sha256 {found[:12]}, its manifest says {manifest.sha256[:12]}")
+        try:
+            return manifest, config, load(weights)  # from memory: a mapped file could change under the reader
+        except (SafetensorError, ValueError) as error:
+            raise AdapterError(f"{folder / WEIGHTS} is no safetensors file: {error}") from error
+
+    def wait_for(self, at_least: int, limit: float) -> int:
+        """The newest version, once it is `at_least`; AdapterError after `limit` seconds without one."""
+        deadline = time.monotonic() + limit
+        while True:
+            newest = max(self.versions(), default=-1)
+            if newest >= at_least:
+                return newest
+            if time.monotonic() > deadline:
+                raise AdapterError(
+                    f"version {at_least} did not appear in {self.path} within {limit:.0f} s, the newest is {newest}; "
+                    "is --lora_path the learner's --save_path?"
+                )
+            time.sleep(0.02)
+
+    def _point_latest(self, version: int) -> None:
+        temporary = self.path / ".tmp-latest"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.folder(version).relative_to(self.path))
+        os.replace(temporary, self.path / "latest")
+        _sync(self.path)
+
+
+def copy_into(model, state: dict[str, torch.Tensor], origin: str) -> None:
+    """Put an adapter's tensors into a PEFT model; AdapterError, and nothing changed, unless keys and shapes all fit."""
+    present = get_peft_model_state_dict(model)
+    wrong = sorted(present.keys() ^ state.keys())
+    wrong += [name for name in present.keys() & state.keys() if present[name].shape != state[name].shape]
+    if wrong:
+        raise AdapterError(f"{origin} does not fit the model's LoRA layers, for instance {wrong[0]}")
+    set_peft_model_state_dict(model, state)
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

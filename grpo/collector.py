@@ -1,0 +1,174 @@
+"""The learner's desk: decides what each message of a sampler means, and hands whole steps to the training loop.
+
+The channel's thread calls hello, grant, receive, drop and leave; the main thread calls next_step and finish_step.
+Everything they share is behind one lock.
+"""
+
+import threading
+import time
+
+from grpo.channel import ChannelError
+from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
+from grpo.tickets import Ticket, TicketBook
+
+# What samplers of one run must agree on, with the flag to change; the first sampler's values become the run's.
+_SHARED = {
+    "dataset": "--dataset, --split or --system_prompt",
+    "num_prompts": "--dataset or --split",
+    "max_new_tokens": "--max_new_tokens",
+}
+
+
+class Collector:
+    """Takes groups in for a run described by `run` (the content of run.json) and `welcome` (what samplers need)."""
+
+    def __init__(self, run: dict, welcome: dict, *, groups_per_step: int, max_staleness: int, seed: int, max_steps: int):
+        self._run, self._welcome = run, welcome
+        self._book_settings = dict(
+            groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
+        )
+        self._book: TicketBook | None = None  # made when the first sampler tells the size of the dataset
+        self._shared: dict = {}
+        self._groups: dict[int, Group] = {}
+        self._changed = threading.Condition()
+        self.malformed = self.arrived = 0  # groups
+        self.last_arrival = time.monotonic()
+
+    # -- called by the channel's thread ------------------------------------------------------------------------
+
+    def hello(self, sampler_id: str, header: dict) -> dict:
+        """Compare the sampler's facts with the run's; the WELCOME header, or ChannelError naming what disagrees."""
+        self._check_hello(header)
+        with self._changed:
+            for name, flag in _SHARED.items():
+                expected = self._shared.setdefault(name, header[name])
+                if header[name] != expected:
+                    raise ChannelError(
+                        f"its {name} is {header[name]!r}, the run's first sampler has {expected!r}; "
+                        f"start every sampler with the same {flag}"
+                    )
+            if self._book is None:
+                self._book = TicketBook(num_prompts=int(header["num_prompts"]), **self._book_settings)
+            self._book.release(sampler_id, keep=set(header["holding"]))
+            print(f"sampler {sampler_id} joined")
+            return self._welcome | {"version": self._book.version}
+
+    def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:
+        """Tickets for a sampler that has room."""
+        with self._changed:
+            return self._book.grant(sampler_id, capacity)
+
+    def receive(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
+        """Take a group in; True once it is safe (or known already), False for bytes that are no group for the ticket."""
+        try:
+            group = unpack(blob)
+            self._check_group(group, ticket_id)
+        except MalformedGroup as error:
+            self.malformed += 1
+            print(f"dropped a malformed group from sampler {sampler_id} for ticket {ticket_id}: {error}")
+            with self._changed:
+                self._book.give_back(sampler_id, ticket_id)
+            return False
+        with self._changed:
+            if self._book.arrive(ticket_id, group.adapter_version) == "accepted":
+                self._groups[ticket_id] = group
+                self.arrived += 1
+                self.last_arrival = time.monotonic()
+                self._changed.notify_all()
+        return True
+
+    def drop(self, sampler_id: str, ticket_id: int, reason: str) -> None:
+        """A sampler gives a ticket up; it is recorded under the reason and replaced by the next prompt."""
+        with self._changed:
+            if self._book.drop(ticket_id, reason):
+                print(f"sampler {sampler_id} dropped ticket {ticket_id}: {reason}")
+            self._changed.notify_all()
+
+    def leave(self, sampler_id: str, reason: str) -> None:
+        """Give a departed sampler's tickets to the others."""
+        with self._changed:
+            lost = self._book.release(sampler_id)
+        print(f"sampler {sampler_id} left ({reason}); {len(lost)} of its tickets go to others")
+
+    # -- called by the training loop ---------------------------------------------------------------------------
+
+    def next_step(self, wait: float) -> list[Group] | None:
+        """The groups of the next step in training order, or None if they are not all here within `wait` seconds."""
+        deadline = time.monotonic() + wait
+        with self._changed:
+            while True:
+                if self._book is not None:
+                    for ticket_id in self._book.drop_stale():
+                        del self._groups[ticket_id]
+                    ticket_ids = self._book.start_step()
+                    if ticket_ids is not None:
+                        return [self._groups.pop(ticket_id) for ticket_id in ticket_ids]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def finish_step(self, version: int | None) -> None:
+        """The step is trained and, if `version` is given, that adapter is published."""
+        with self._changed:
+            self._book.finish_step(version)
+            self._changed.notify_all()
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many tickets were dropped, by reason."""
+        with self._changed:
+            return dict(self._book.dropped) if self._book else {}
+
+    @property
+    def queue(self) -> int:
+        """Groups that wait to be trained on."""
+        with self._changed:
+            return len(self._groups)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The samplers' limit on completion length."""
+        return self._shared["max_new_tokens"]
+
+    def _check_hello(self, header: dict) -> None:
+        run, group_size = self._run, self._welcome["group_size"]
+        if header["protocol"] != PROTOCOL_VERSION:
+            raise ChannelError(
+                f"it speaks protocol {header['protocol']!r}, the learner {PROTOCOL_VERSION}; use one checkout for both"
+            )
+        for name, flag in (("model", "--model_path"), ("tokenizer", "--model_path")):
+            if header[name] != run[name]:
+                raise ChannelError(
+                    f"its {name} ({header['model_path']}, fingerprint {str(header[name])[:12]}) is not the learner's "
+                    f"({run['model_path']}, {run[name][:12]}); start both with the same {flag}"
+                )
+        if header["run_id"] != run["run_id"]:
+            found = f"run {header['run_id']}" if header["run_id"] else "no run.json"
+            raise ChannelError(
+                f"its adapter folder {header['lora_path']} holds {found}, the learner publishes run {run['run_id']} in "
+                f"{run['save_path']}; start the sampler with --lora_path {run['save_path']}"
+            )
+        if header["batch_size"] % group_size:
+            raise ChannelError(
+                f"its --batch_size {header['batch_size']} is no multiple of the learner's --group_size {group_size}"
+            )
+        if int(header["num_prompts"]) < 1:
+            raise ChannelError("its dataset is empty; give another --dataset")
+
+    def _check_group(self, group: Group, ticket_id: int) -> None:
+        if group.ticket_id != ticket_id or not self._book.issued(ticket_id):
+            raise MalformedGroup(f"a group of ticket {group.ticket_id} for ticket {ticket_id}, not one that was issued")
+        if group.run_id != self._run["run_id"]:
+            raise MalformedGroup(f"run {group.run_id!r}, this is run {self._run['run_id']!r}")
+        if group.size != self._welcome["group_size"]:
+            raise MalformedGroup(f"{group.size} completions, --group_size is {self._welcome['group_size']}")
+        if group.temperature != self._welcome["temperature"]:
+            raise MalformedGroup(f"temperature {group.temperature}, the run's is {self._welcome['temperature']}")
+        if self._welcome["needs_reference"] and group.ref_logprobs is None:
+            raise MalformedGroup("no reference log-probs, which --beta above 0 needs")
+        largest = max(int(ids.max()) for ids in (group.prompt_ids, group.completion_ids) if len(ids))
+        if largest >= self._welcome["vocab_size"]:
+            raise MalformedGroup(f"token id {largest}, the model has {self._welcome['vocab_size']}")
+        if int(group.lengths.max()) > self.max_new_tokens:
+            raise MalformedGroup(f"a completion of {int(group.lengths.max())} tokens, the limit is {self.max_new_tokens}")

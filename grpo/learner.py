@@ -1,0 +1,375 @@
+"""What surrounds the algorithm on the learner's side: engine, adapter folder, the step's data, publishing, the end.
+
+Every rank builds a Learner and walks through `steps` together; rank 0 alone has the channel and writes files.
+"""
+
+import json
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+from peft import LoraConfig, TaskType, get_peft_model_state_dict
+
+from grpo.adapters import AdapterStore
+from grpo.batch import Batch, collate, deal, pad_right
+from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
+from grpo.collector import Collector
+from grpo.logprobs import completion_logprobs
+from grpo.metrics import Means, MetricsLog, group_metrics
+from grpo.models import DTYPES, add_lora, load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
+from grpo.policy import canary_batch
+from grpo.ranks import STEP, STOP, Ranks
+from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
+
+POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
+
+
+@dataclass
+class StepData:
+    """One rank's share of one step."""
+
+    micro_batches: list[Batch]
+    denominator: float  # what the loss divides by: the count over the whole step, all ranks and micro-batches
+    loss_scale: float  # DeepSpeed divides by accumulation steps and averages over ranks; this undoes both
+    share: float  # one micro-batch's part of the step
+
+
+class Learner:
+    """The engine with its adapter, and everything that a step needs besides the loss."""
+
+    def __init__(self, args, needs_reference: bool):
+        self.args = args
+        self.ranks = Ranks(args.timeout)
+        self.store = AdapterStore(args.save_path)
+        self._on_rank_zero(self._refuse_used_folder)
+        self._stop_signal: str | None = None
+        self._listen_to_signals()
+        torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
+        model = load_model(args.model_path)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.run = {
+            "run_id": uuid.uuid4().hex,
+            "protocol": PROTOCOL_VERSION,
+            "model_path": args.model_path,
+            "model": model_fingerprint(model),
+            "tokenizer": tokenizer_fingerprint(load_tokenizer(args.model_path)),
+            "save_path": str(self.store.path),
+        }
+        self.engine, self.dtype = make_engine(model, args, read_ds_config(args.ds_config, self.ranks.size))
+        self.groups_per_step = self._groups_per_step()
+        self.steps_done, self.version = 0, -1
+        self._on_rank_zero(lambda: self.store.write_run(self.run))
+        self.publish()
+        self._on_rank_zero(lambda: self._open(needs_reference))
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[list[Group]]:
+        """The groups of each step, the same at every rank, until --max_steps or a signal."""
+        while not 0 < self.args.max_steps <= self.steps_done:
+            waited = time.monotonic()
+            groups = self._wait_for_groups() if self.ranks.rank == 0 else self._follow()
+            if groups is None:
+                return
+            self._step_started = time.monotonic()
+            self._wait_seconds = self._step_started - waited
+            yield groups
+
+    def prepare(self, groups: list[Group], advantages: list[torch.Tensor], count: Callable) -> StepData:
+        """This rank's micro-batches: sequences dealt out over ranks and accumulation steps by token count.
+
+        `advantages` holds (G,) or (G, C) per group; `count(completion_mask, max_new_tokens)` is what the loss is
+        divided by, added up over the whole step.
+        """
+        rows = [(group, i) for group in groups for i in range(group.size)]
+        masks = [completion_mask(group, self.args.mask_truncated) for group in groups]
+        accumulation = self.engine.gradient_accumulation_steps()
+        costs = [len(group.prompt_ids) + int(group.lengths[i]) for group, i in rows]
+        shares = deal(costs, self.ranks.size * accumulation)
+        mine = shares[self.ranks.rank * accumulation : (self.ranks.rank + 1) * accumulation]
+        by_group = {id(group): values for group, values in zip(groups, advantages, strict=True)}
+        return StepData(
+            micro_batches=[self._micro_batch([rows[i] for i in share], by_group) for share in mine],
+            denominator=sum(count(mask, self._max_new_tokens) for mask in masks),
+            loss_scale=self.ranks.size * accumulation,
+            share=1 / len(shares),
+        )
+
+    def finish_step(self, groups: list[Group], means: Means) -> None:
+        """Publish, save, make room for new tickets, log."""
+        self.steps_done += 1
+        trained = time.monotonic()
+        last = self.steps_done == self.args.max_steps
+        published = last or self.steps_done % self.args.publish_steps == 0
+        if published:
+            self.publish()
+        if self.collector:
+            self.collector.finish_step(self.version if published else None)
+            self.channel.wake()
+        if last or self.steps_done % self.args.save_steps == 0:
+            self.save()
+        averages = means.over_ranks(self.ranks)
+        if self.log:
+            self._log(groups, averages, trained)
+
+    def publish(self) -> None:
+        """Write the engine's present adapter as version `steps_done`; every rank takes part."""
+        batch = canary_batch(self.vocab_size).to(self.engine.device)
+        with torch.no_grad():
+            canary = completion_logprobs(self.engine.module, batch, self.args.temperature)[0].flatten().tolist()
+        state = adapter_state(self.engine)
+        self.version = self.steps_done
+        if self.ranks.rank == 0:
+            lora = {"rank": self.args.lora_rank, "alpha": self.args.lora_alpha, "targets": self.args.lora_targets}
+            fields = {"run_id": self.run["run_id"], "version": self.version, "lora": lora, "canary": canary}
+            self.store.publish(state, self.engine.module.peft_config["default"], fields)
+            checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
+            self.store.prune(keep_newest=self.args.max_staleness + 2, keep=set(checkpoints))
+
+    def save(self) -> None:
+        """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""
+        self.engine.save_checkpoint(
+            str(self.store.path / "checkpoints"),
+            tag=f"step{self.steps_done:08d}",
+            client_state={"steps_done": self.steps_done, "version": self.version},
+            exclude_frozen_parameters=True,
+        )
+
+    def close(self) -> None:
+        """Tell the samplers that the run is over, then leave; what is trained is published already."""
+        if self.channel:
+            reason = self._stop_signal or f"--max_steps {self.args.max_steps} reached"
+            self.channel.stop_samplers(reason)
+            self.channel.close()
+            self.log.close()
+            print(f"run ended after {self.steps_done} steps ({reason}); adapter in {self.store.path / 'latest'}")
+        self.ranks.close()
+
+    # -- the start ---------------------------------------------------------------------------------------------
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run `action` at rank 0; if it fails there, rank 0 raises and every other rank leaves too."""
+        failure = None
+        if self.ranks.rank == 0:
+            try:
+                action()
+            except (ChannelError, ValueError, OSError) as error:
+                failure = error
+        word, _ = self.ranks.share(STOP if failure else STEP)
+        if failure:
+            raise failure
+        if word == STOP:
+            sys.exit(1)
+
+    def _refuse_used_folder(self) -> None:
+        run = self.store.read_run()
+        if run:
+            raise ValueError(
+                f"--save_path {self.store.path} holds run {run.get('run_id')} already; choose another folder"
+            )
+
+    def _groups_per_step(self) -> int:
+        sequences, group_size = self.engine.train_batch_size(), self.args.group_size
+        if sequences % group_size:
+            micro, accumulation = self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps()
+            raise ValueError(
+                f"one optimizer step takes {sequences} sequences ({micro} a micro-batch x {accumulation} accumulation "
+                f"steps x {self.ranks.size} ranks), no multiple of --group_size {group_size}; change one of them "
+                f"(--ds_config {self.args.ds_config})"
+            )
+        return sequences // group_size
+
+    def _open(self, needs_reference: bool) -> None:
+        args = self.args
+        welcome = {
+            "run_id": self.run["run_id"],
+            "group_size": args.group_size,
+            "temperature": args.temperature,
+            "dtype": self.dtype,
+            "needs_reference": needs_reference,
+            "vocab_size": self.vocab_size,
+        }
+        self.collector = Collector(
+            self.run,
+            welcome,
+            groups_per_step=self.groups_per_step,
+            max_staleness=args.max_staleness,
+            seed=args.seed,
+            max_steps=args.max_steps,
+        )
+        self.channel = LearnerChannel(f"tcp://{args.host}:{args.port}", self.collector, args.sampler_timeout)
+        self.log = MetricsLog(self.store.path / "metrics.jsonl")
+        print(
+            f"learner: run {self.run['run_id'][:8]} in {self.store.path}, {self.ranks.size} ranks, {self.dtype}, "
+            f"{self.groups_per_step} prompts x {args.group_size} completions a step, "
+            f"listening at {self.channel.address}",
+            flush=True,
+        )
+
+    def _listen_to_signals(self) -> None:
+        def stop(signum, frame):
+            signal.signal(signum, signal.SIG_DFL)  # a second one ends the process at once
+            self._stop_signal = f"stopped by {signal.Signals(signum).name}"
+
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def _wait_for_groups(self) -> list[Group] | None:
+        """Rank 0: wait for the next step's groups, with a sign of life to the others every second."""
+        started = noticed = time.monotonic()
+        while True:
+            groups = self.collector.next_step(POLL_SECONDS)
+            if groups is not None:
+                settings = json.dumps({"max_new_tokens": self.collector.max_new_tokens}).encode()
+                blobs = [pack(group) for group in groups] if self.ranks.size > 1 else []
+                self.ranks.share(STEP, [settings, *blobs])
+                self._max_new_tokens = self.collector.max_new_tokens
+                return groups
+            try:
+                self.channel.check()
+                self._check_patience(started)
+            except ChannelError:
+                self.ranks.share(STOP)
+                raise
+            if self._stop_signal:
+                self.ranks.share(STOP)
+                return None
+            self.ranks.share()
+            if time.monotonic() - noticed >= NOTICE_SECONDS:
+                noticed = time.monotonic()
+                print(f"waiting for groups for {noticed - started:.0f} s: {self._who()}", flush=True)
+
+    def _follow(self) -> list[Group] | None:
+        """The other ranks: wait for rank 0's word."""
+        while True:
+            word, blobs = self.ranks.share()
+            if word == STOP:
+                return None
+            if word == STEP:
+                self._max_new_tokens = json.loads(blobs[0])["max_new_tokens"]
+                return [unpack(blob) for blob in blobs[1:]]
+
+    def _check_patience(self, started: float) -> None:
+        first = self.collector.arrived == 0
+        limit, flag = (self.args.startup_timeout, "--startup_timeout") if first else (self.args.timeout, "--timeout")
+        silent = time.monotonic() - max(started, self.collector.last_arrival)
+        if silent > limit:
+            raise ChannelError(f"no group has arrived for {silent:.0f} s ({flag} {limit:.0f}): {self._who()}")
+
+    def _who(self) -> str:
+        names = ", ".join(self.channel.samplers) or "none (start one with ./run.sh sampler)"
+        return f"{self.collector.queue} of {self.groups_per_step} are here; samplers connected: {names}"
+
+    # -- one step's details ------------------------------------------------------------------------------------
+
+    def _micro_batch(self, rows: list[tuple[Group, int]], advantages: dict[int, torch.Tensor]) -> Batch:
+        batch = collate([group.prompt_ids for group, _ in rows], [group.completions()[i] for group, i in rows])
+        width = batch.completion_mask.shape[1]
+        if self.args.mask_truncated:
+            batch.completion_mask &= ~torch.stack([group.truncated[i] for group, i in rows])[:, None]
+        for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
+            if getattr(rows[0][0], name) is not None:
+                setattr(batch, name, pad_right([group.completions(name)[i] for group, i in rows], width))
+        values = [advantages[id(group)][i] for group, i in rows]
+        if any(value.dim() for value in values):  # one advantage a token, at least in one of the groups
+            spread = [v[:width] if v.dim() else v.expand(int(g.lengths[i])) for v, (g, i) in zip(values, rows, strict=True)]
+            batch.advantages = pad_right(spread, width)
+        else:
+            batch.advantages = torch.stack(values)
+        return batch.to(self.engine.device)
+
+    def _log(self, groups: list[Group], averages: dict[str, float], trained: float) -> None:
+        now = time.monotonic()
+        record = group_metrics(groups, self.steps_done - 1) | averages
+        record |= {
+            "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+            "learning_rate": self.engine.get_lr()[0],
+            "step_time": now - self._step_started + self._wait_seconds,
+            "time/wait": self._wait_seconds,
+            "time/train": trained - self._step_started,
+            "time/publish": now - trained,
+            "adapter_version": self.version,
+            "queue": self.collector.queue,
+            "groups/malformed": self.collector.malformed,
+        }
+        record |= {f"groups/dropped/{reason}": n for reason, n in self.collector.dropped.items()}
+        self.log.log(self.steps_done, self.args.max_steps, record)
+
+
+def completion_mask(group: Group, mask_truncated: bool) -> torch.Tensor:
+    """(G, C) bool: which tokens of the group count, by position."""
+    mask = torch.arange(max(1, int(group.lengths.max()))) < group.lengths[:, None]
+    return mask & ~group.truncated[:, None] if mask_truncated else mask
+
+
+def read_ds_config(path: str, ranks: int) -> dict:
+    """The DeepSpeed configuration; ValueError for what cannot work here.
+
+    Raises:
+        ValueError: no JSON, or batch sizes that are absent or do not fit the number of ranks.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"--ds_config {path} is no JSON: {error}") from error
+    sizes = [config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(
+            f"--ds_config {path} must give train_micro_batch_size_per_gpu and gradient_accumulation_steps as whole "
+            f"numbers, it has {sizes}"
+        )
+    total = config.get("train_batch_size", sizes[0] * sizes[1] * ranks)
+    if total != sizes[0] * sizes[1] * ranks:
+        raise ValueError(
+            f"--ds_config {path} has train_batch_size {total}, but {sizes[0]} a micro-batch x {sizes[1]} accumulation "
+            f"steps x {ranks} ranks are {sizes[0] * sizes[1] * ranks}; leave train_batch_size out"
+        )
+    if "optimizer" not in config:
+        raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
+    return config
+
+
+def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
+    """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
+    dtype = precision(ds_config)
+    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    lora = LoraConfig(
+        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
+    )
+    model.to(DTYPES[dtype])
+    try:
+        model = add_lora(model, lora)
+    except ValueError as error:
+        raise ValueError(f"--lora_targets {args.lora_targets} does not fit the model: {error}") from error
+    if args.gradient_checkpointing:
+        model.enable_input_require_grads()  # the frozen embeddings would give the first block inputs without gradient
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    return engine, dtype
+
+
+def precision(ds_config: dict) -> str:
+    """The dtype that ds_config.json selects for weights and forward passes."""
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return "float32"
+
+
+def adapter_state(engine) -> dict[str, torch.Tensor]:
+    """PEFT's state dict of the adapter as it is now, whole at every rank whatever the ZeRO stage."""
+    adapter = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    with deepspeed.zero.GatheredParameters(adapter, enabled=engine.zero_optimization_stage() == 3):
+        state = get_peft_model_state_dict(engine.module, save_embedding_layers=False)
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}

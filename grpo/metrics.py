@@ -1,0 +1,99 @@
+"""One record a step: a line in the terminal and a JSON object in metrics.jsonl, under the names that TRL uses."""
+
+import json
+import math
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from grpo.rollout import Group
+
+
+class Means:
+    """Sums and counts by name, so that means over any split of a step come out the same."""
+
+    def __init__(self):
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, metrics: dict) -> None:
+        """Add {name: (sum, count)}."""
+        for name, (total, count) in metrics.items():
+            self._sums[name][0] += float(total)
+            self._sums[name][1] += float(count)
+
+    def over_ranks(self, ranks) -> dict[str, float]:
+        """The means over all ranks, which must all have the same names; nothing counted gives NaN."""
+        names = sorted(self._sums)
+        flat = ranks.add_up([value for name in names for value in self._sums[name]])
+        return {
+            name: total / count if count else math.nan
+            for name, total, count in zip(names, flat[::2], flat[1::2], strict=True)
+        }
+
+
+class MetricsLog:
+    """Appends to `path` and prints a line a step."""
+
+    SHOWN = {"reward": "reward", "kl": "kl", "loss": "loss", "grad_norm": "grad", "step_time": "s/step"}
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")
+        self._started = time.monotonic()
+
+    def log(self, step: int, max_steps: int, metrics: dict[str, float]) -> None:
+        """Write one step's record."""
+        record = {"step": step, "seconds": round(time.monotonic() - self._started, 3)}
+        record |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
+        print(f"step {step}{f'/{max_steps}' if max_steps else ''}  {shown}", flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """All records of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
+    """What the groups of a step say, before any loss: rewards, lengths, staleness, decode/score mismatch."""
+    rewards = torch.stack([group.rewards for group in groups])  # (groups, G), NaN where the reward was None
+    lengths = torch.cat([group.lengths for group in groups]).float()
+    mismatch = torch.cat([group.old_logprobs - group.sampling_logprobs for group in groups]).abs()
+    staleness = torch.tensor([float(step - group.adapter_version) for group in groups])
+    spread = torch.tensor([_std(row) for row in rewards])
+    metrics = {
+        "reward": rewards.nanmean(),
+        "reward_std": spread.mean(),
+        "frac_reward_zero_std": (spread == 0).float().mean(),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": torch.cat([group.truncated for group in groups]).float().mean(),
+        "num_tokens": float(lengths.sum() + sum(len(group.prompt_ids) * group.size for group in groups)),
+        "staleness/mean": staleness.mean(),
+        "staleness/max": staleness.max(),
+        "sampling/sampling_logp_difference/mean": mismatch.mean() if len(mismatch) else 0.0,
+        "sampling/sampling_logp_difference/max": mismatch.max() if len(mismatch) else 0.0,
+    }
+    for name in sorted({name for group in groups for name in group.components}):
+        parts = [group.components[name] for group in groups if name in group.components]
+        metrics[f"rewards/{name}/mean"] = torch.cat(parts).mean()
+    for name in sorted({name for group in groups for name in group.stats}):
+        metrics[f"sampler/{name}"] = sum(group.stats.get(name, 0.0) for group in groups)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _std(rewards: torch.Tensor) -> float:
+    """ddof-1 standard deviation of the rewards that are not NaN; exactly 0 for equal ones and for fewer than two."""
+    valid = rewards[~rewards.isnan()]
+    if len(valid) < 2 or (valid == valid[0]).all():
+        return 0.0
+    return float(valid.std())

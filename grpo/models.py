@@ -1,0 +1,87 @@
+"""Loading a causal LM and its tokenizer the same way on both sides, and telling whether both sides loaded the same."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLED_ELEMENTS = 64  # of each weight, for the fingerprint
+
+
+class ModelNotFound(ValueError):
+    """--model_path names nothing that can be loaded; the message says what was tried."""
+
+
+def load_model(model_path: str) -> PreTrainedModel:
+    """The causal LM in its checkpoint's own dtype, all dropout off, ready to be fingerprinted and cast."""
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        _switch_dropout_off(config)
+        model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(_not_found(model_path, error)) from error
+    return model.eval()
+
+
+def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(_not_found(model_path, error)) from error
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over every weight's name, shape and a spread of its values, rounded to bfloat16: equal for any dtype."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().flatten()
+        spread = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].to(torch.bfloat16).cpu().view(torch.int16)
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + spread.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over vocabulary, merges, special tokens and chat template."""
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
+    if tokenizer.is_fast:
+        content.append(json.loads(tokenizer.backend_tokenizer.to_str())["model"])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id that ends a completion, by generation config, model config and tokenizer together."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    return sorted(found - {None})
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Wrap the model with a new adapter in the model's own dtype; everything else is frozen.
+
+    Raises:
+        ValueError: when the target modules fit nothing in the model.
+    """
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def _switch_dropout_off(config) -> None:
+    """Log-probs of both sides must agree, and dropout would make them random."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+
+
+def _not_found(model_path: str, error: Exception) -> str:
+    if Path(model_path).expanduser().is_dir():
+        return f"--model_path {model_path} is a folder that holds no usable model: {error}"
+    return (
+        f"--model_path {model_path} is no local folder, and the hub could not give it ({error.__class__.__name__}); "
+        "check the spelling, or download the model elsewhere and give its folder"
+    )

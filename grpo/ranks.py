@@ -1,0 +1,67 @@
+"""What the learner's ranks share: rank 0 receives, every rank gets the same bytes, no wait is without a limit.
+
+Rank 0 sends a word at least once a second (WAIT, STEP or STOP), so no rank is parked in a collective while nothing
+arrives. Words and blobs travel over a gloo group of their own, whatever backend the gradients use.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+WAIT, STEP, STOP = 0, 1, 2
+
+
+class Ranks:
+    """The process group, as seen from one rank."""
+
+    def __init__(self, timeout: float):
+        _single_process_defaults()
+        if get_accelerator().device_name() == "cpu":
+            # Without this DeepSpeed compiles a shared-memory extension at the first start, which takes a minute and
+            # a C++ compiler; adapters are small enough for gloo.
+            deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def share(self, word: int = WAIT, blobs: list[bytes] = ()) -> tuple[int, list[bytes]]:
+        """Rank 0's word and blobs, at every rank; the other ranks' arguments are ignored."""
+        head = torch.tensor([word, len(blobs)])
+        dist.broadcast(head, 0, group=self._words)
+        word, count = head.tolist()
+        if count == 0:
+            return word, []
+        lengths = torch.tensor([len(blob) for blob in blobs] or [0] * count)
+        dist.broadcast(lengths, 0, group=self._words)
+        joined = bytearray(b"".join(blobs)) if self.rank == 0 else bytearray(int(lengths.sum()))
+        dist.broadcast(torch.frombuffer(joined, dtype=torch.uint8), 0, group=self._words)
+        if self.rank == 0:
+            return word, list(blobs)
+        ends = lengths.cumsum(0).tolist()
+        return word, [bytes(joined[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
+
+    def add_up(self, values: list[float]) -> list[float]:
+        """Elementwise sums over ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._words)
+        return total.tolist()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _single_process_defaults() -> None:
+    """Let `python training_worker.py` run alone: without these variables DeepSpeed looks for MPI."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)

@@ -1,0 +1,280 @@
+"""The sampling worker (actor): tickets -> completions -> log-probs and rewards -> stream to the learner.
+
+    python sampling_worker.py --model_path Qwen/Qwen2.5-1.5B-Instruct --lora_path ./checkpoints --device cuda:0
+
+It connects to the learner (training_worker.py) over ZeroMQ in either start order, takes tickets that name a prompt
+and a seed, and for each one sends a Group: G completions with sampling, old and reference log-probs and rewards.
+Before each batch it loads the newest adapter that the learner has published in --lora_path.
+
+Shapes: B prompts, G completions of each, P prompt tokens, C completion tokens, N completion tokens of a group.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
+
+import torch
+
+from data import SYSTEM_PROMPT, encode_prompt, load_examples, response_prefix
+from grpo.adapters import AdapterError, AdapterStore
+from grpo.batch import collate
+from grpo.channel import ChannelError, SamplerChannel
+from grpo.generation import Completion
+from grpo.models import (
+    ModelNotFound,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    model_fingerprint,
+    tokenizer_fingerprint,
+)
+from grpo.policy import Policy
+from grpo.rollout import PROTOCOL_VERSION, Group, pack
+from grpo.scoring import RewardError, score
+from grpo.tickets import Ticket, derive_seed
+from utils import reward_function
+
+
+def main() -> None:
+    """Serve tickets until the learner ends the run."""
+    args = parse_args()
+    sampler = Sampler(args)
+    welcome = sampler.join()
+    for tickets in sampler.channel.tickets(capacity=args.batch_size // welcome["group_size"]):  # sample D_b
+        sampler.load_newest(at_least=max(ticket.version for ticket in tickets))  # pi_old <- pi_theta
+        prompts = sampler.prompts(tickets)
+        for ticket, completions in sampler.generate(prompts):  # o_1 .. o_G ~ pi_old
+            group = sampler.make_group(ticket, prompts[ticket], completions)  # log-probs, r_1 .. r_G
+            sampler.channel.send(ticket.ticket_id, pack(group))
+    sampler.leave()
+
+
+class Sampler:
+    """What one sampling worker holds: dataset, tokenizer, policy, adapter folder and the channel to the learner."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
+        self.tokenizer = load_tokenizer(args.model_path)
+        self.model = load_model(args.model_path)
+        self.store = AdapterStore(args.lora_path)
+        self.facts = {
+            "protocol": PROTOCOL_VERSION,
+            "model_path": args.model_path,
+            "model": model_fingerprint(self.model),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "dataset": f"{self.examples.fingerprint[:16]}-{derive_seed(args.system_prompt)}",
+            "num_prompts": len(self.examples),
+            "max_new_tokens": args.max_new_tokens,
+            "batch_size": args.batch_size,
+            "lora_path": str(self.store.path),
+        }
+        host = socket.gethostname().encode("ascii", "ignore").decode()
+        self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        self.channel = SamplerChannel(
+            f"tcp://{args.host}:{args.port}", self.sampler_id, self.hello, args.timeout, args.startup_timeout
+        )
+        stop_on_signals(self.channel)
+
+    def hello(self) -> dict:
+        """The facts the learner compares, with the run that the adapter folder belongs to at this moment."""
+        run = self.store.read_run()
+        return self.facts | {"run_id": run and run.get("run_id")}
+
+    def join(self) -> dict:
+        """Wait for the learner's welcome, then put the model on the device in the learner's dtype."""
+        print(f"sampler {self.sampler_id}: {len(self.examples)} prompts, adapters from {self.store.path}", flush=True)
+        self.welcome = self.channel.connect()
+        eos_ids = eos_token_ids(self.model, self.tokenizer)
+        self.policy = Policy(
+            self.model,
+            eos_ids,
+            self.args.device,
+            dtype=self.welcome["dtype"],
+            temperature=self.welcome["temperature"],
+        )
+        del self.model
+        return self.welcome
+
+    def load_newest(self, at_least: int) -> None:
+        """Hot reload: take on the newest published adapter."""
+        if self.policy.load_newest(self.store, self.welcome["run_id"], at_least, self.args.adapter_timeout):
+            print(f"adapter version {self.policy.version} ({self.policy.sha256[:12]}) is in use", flush=True)
+
+    def prompts(self, tickets: list[Ticket]) -> dict[Ticket, list[int]]:
+        """Each ticket's prompt as token ids; a ticket whose prompt is too long is given back."""
+        prompts = {}
+        for ticket in tickets:
+            question = self.examples[ticket.prompt_index].question
+            prompt_ids = encode_prompt(self.tokenizer, question, self.args.system_prompt)
+            if len(prompt_ids) <= self.args.max_prompt_length:
+                prompts[ticket] = prompt_ids
+            else:
+                self.channel.drop(ticket.ticket_id, "prompt longer than --max_prompt_length")
+        return prompts
+
+    def generate(self, prompts: dict[Ticket, list[int]]):
+        """G completions for each ticket, as (ticket, completions) pairs."""
+        if not prompts:
+            return []
+        started = time.monotonic()
+        groups = self.policy.generate(
+            list(prompts.values()),
+            [ticket.seed for ticket in prompts],
+            self.welcome["group_size"],
+            self.args.max_new_tokens,
+        )
+        self.generation_seconds = (time.monotonic() - started) / len(prompts)
+        return zip(prompts, groups, strict=True)
+
+    def make_group(self, ticket: Ticket, prompt_ids: list[int], completions: list[Completion]) -> Group:
+        """Score the completions: old and reference log-probs by the learner's forward function, and rewards."""
+        started = time.monotonic()
+        prompt = torch.tensor(prompt_ids, dtype=torch.int32)
+        ids = [completion.ids for completion in completions]
+        batch = collate([prompt] * len(ids), ids)
+        old = self.policy.logprobs(batch)  # (G, C)
+        ref = self.policy.reference_logprobs(batch) if self.welcome["needs_reference"] else None
+        scored = time.monotonic()
+        rewards, components, steps = self.rewards(ticket.prompt_index, prompt_ids, ids)
+        return Group(
+            ticket_id=ticket.ticket_id,
+            prompt_index=ticket.prompt_index,
+            run_id=self.welcome["run_id"],
+            sampler_id=self.sampler_id,
+            adapter_version=self.policy.version,
+            adapter_sha256=self.policy.sha256,
+            temperature=self.welcome["temperature"],
+            prompt_ids=prompt,
+            completion_ids=torch.cat(ids),
+            lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
+            truncated=torch.tensor([completion.truncated for completion in completions]),
+            sampling_logprobs=torch.cat([completion.logprobs for completion in completions]),
+            old_logprobs=old[batch.completion_mask],  # row after row, so in the order of completion_ids: (N,)
+            ref_logprobs=None if ref is None else ref[batch.completion_mask],
+            rewards=rewards,
+            components=components,
+            **steps,
+            stats={
+                "generation_seconds": self.generation_seconds,
+                "scoring_seconds": scored - started,
+                "reward_seconds": time.monotonic() - scored,
+            },
+        )
+
+    def rewards(self, prompt_index: int, prompt_ids: list[int], ids: list[torch.Tensor]):
+        """Call reward_function on each completion's text: (G,) rewards, components by name, process-reward steps."""
+        answer = self.examples[prompt_index].answer
+        prefix = response_prefix(self.tokenizer.decode(prompt_ids))
+        scores = []
+        for row in ids:
+            text = prefix + self.tokenizer.decode(row, skip_special_tokens=True)
+            scores.append(score(reward_function, text, answer, prompt_index))
+        names = sorted({name for one in scores for name in one.components})
+        components = {name: torch.tensor([one.components.get(name, 0.0) for one in scores]) for name in names}
+        return torch.tensor([one.reward for one in scores]), components, self.step_tensors(scores, ids, len(prefix))
+
+    def step_tensors(self, scores, ids: list[torch.Tensor], prefix: int) -> dict[str, torch.Tensor]:
+        """The scores' (end_character, reward) steps by token: the fields step_rows, step_ends and step_rewards."""
+        steps = [
+            (row, token_at(self.tokenizer, ids[row], end - prefix), reward)
+            for row, one in enumerate(scores)
+            for end, reward in one.steps
+            if len(ids[row])
+        ]
+        if not steps:
+            return {}
+        rows, ends, rewards = zip(*steps, strict=True)
+        return {
+            "step_rows": torch.tensor(rows, dtype=torch.int32),
+            "step_ends": torch.tensor(ends, dtype=torch.int32),
+            "step_rewards": torch.tensor(rewards, dtype=torch.float32),
+        }
+
+    def leave(self) -> None:
+        """Say goodbye once everything sent is acknowledged."""
+        unacknowledged = self.channel.finish()
+        print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
+
+
+def token_at(tokenizer, ids: torch.Tensor, characters: int) -> int:
+    """Index of the token with which the first `characters` characters of the decoded text are complete."""
+    low, high = 0, len(ids) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[: middle + 1], skip_special_tokens=True)) >= characters:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def stop_on_signals(channel: SamplerChannel) -> None:
+    """The first Ctrl-C or SIGTERM says goodbye to the learner and exits, a second one exits at once."""
+
+    def stop(signum, frame):
+        signal.signal(signum, signal.SIG_DFL)
+        print(f"stopping on {signal.Signals(signum).name}: unsent work goes to other samplers", flush=True)
+        channel.finish(limit=2.0)
+        os._exit(0)  # a forward pass may hold the main thread for long; nothing is left to save here
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before anything is loaded."""
+    parser = argparse.ArgumentParser(
+        description="Sampling worker: generates completions with the newest adapter and streams them to the learner.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the learner's must agree")
+    add("--lora_path", default="./checkpoints", help="adapter folder: the learner's --save_path")
+    add("--batch_size", type=int, default=8, help="completions decoded at a time, a multiple of the group size")
+    add("--max_new_tokens", type=int, default=256, help="longest completion; a longer one is cut and counts as truncated")
+    add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu")
+    add("--port", type=int, default=5555, help="the learner's port")
+    add("--host", default="127.0.0.1", help="the learner's address")
+    add("--dataset", default="gsm8k", help="gsm8k, another hub name, or a local file or folder (jsonl, parquet, csv)")
+    add("--split", default="train", help="split of the dataset")
+    add("--question_column", default="question", help="column with the question")
+    add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####)")
+    add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")
+    add("--max_prompt_length", type=int, default=1024, help="a longer prompt (in tokens) is dropped and counted")
+    add("--timeout", type=float, default=300, help="seconds without a sign of life from the learner before giving up")
+    add("--startup_timeout", type=float, default=1800, help="seconds to wait for the learner at the start")
+    add("--adapter_timeout", type=float, default=120, help="seconds to wait for a usable adapter version")
+    args = parser.parse_args(argv)
+    for name in ("batch_size", "max_new_tokens", "max_prompt_length"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
+    if not 0 < args.port < 65536:
+        parser.error(f"--port is {args.port}, it must be from 1 to 65535")
+    check_device(parser, args.device)
+    return args
+
+
+def check_device(parser: argparse.ArgumentParser, name: str) -> None:
+    """Refuse a device that this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        parser.error(f"--device {name} is no device; use cuda:0, cuda:1, ... or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ChannelError, AdapterError, RewardError, ModelNotFound, ValueError) as error:
+        sys.exit(f"sampling_worker: {error}")

@@ -1,0 +1,161 @@
+"""The training worker (learner): groups -> advantages -> GRPO loss -> step -> adapter.
+
+    deepspeed --num_gpus 2 training_worker.py --model_path Qwen/Qwen2.5-1.5B-Instruct --save_path ./checkpoints
+
+Rank 0 listens for samplers (sampling_worker.py) and hands each step's groups to all ranks; every rank takes its share
+of the sequences. After each step the LoRA adapter is published in --save_path, where the samplers find it. One rank
+also runs under plain `python training_worker.py`.
+
+Shapes: B sequences of a micro-batch, G completions of a prompt, C completion tokens.
+"""
+
+import argparse
+import inspect
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
+
+import torch
+
+from grpo.batch import Batch
+from grpo.channel import ChannelError
+from grpo.learner import Learner, StepData
+from grpo.logprobs import completion_logprobs
+from grpo.metrics import Means
+from grpo.models import ModelNotFound
+from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
+
+LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils.py
+
+
+def main() -> None:
+    """Train until --max_steps, or until stopped."""
+    args = parse_args()
+    learner = Learner(args, needs_reference=beta(args) > 0)
+    for groups in learner.steps():  # o_1 .. o_G ~ pi_old for each prompt of the batch
+        data = learner.prepare(groups, advantages(groups, args), LOSS.denominator)  # A_1 .. A_G
+        means = Means()
+        for _ in range(args.num_iterations):  # mu updates on the batch
+            for batch in data.micro_batches:
+                logprobs, entropy = completion_logprobs(learner.engine, batch, args.temperature)  # log pi_theta
+                loss, metrics = LOSS(
+                    logprobs,
+                    batch.old_logprobs,
+                    batch.ref_logprobs,
+                    batch.advantages,
+                    batch.completion_mask,
+                    **loss_settings(args, data, batch),
+                )
+                learner.engine.backward(loss * data.loss_scale)
+                learner.engine.step()  # at the last micro-batch: pi_theta <- pi_theta - lr * gradient
+                means.add(metrics | diagnostics(batch, data, loss, entropy))
+        learner.finish_step(groups, means)  # publish the adapter: pi_old <- pi_theta
+    learner.close()
+
+
+def advantages(groups: list, args: argparse.Namespace) -> list[torch.Tensor]:
+    """Each group's advantages: (G,) by outcome, or (G, C) where reward_function gave process rewards."""
+    result = []
+    for group in groups:
+        if group.step_rows is None:
+            result.append(group_advantages(group.rewards, group.size, scale=args.scale_rewards))
+        else:
+            steps = [[] for _ in range(group.size)]
+            for row, end, reward in zip(group.step_rows, group.step_ends, group.step_rewards, strict=True):
+                steps[row].append((int(end), float(reward)))
+            result.append(process_advantages(steps, int(group.lengths.max()), scale=args.scale_rewards))
+    return result
+
+
+def beta(args: argparse.Namespace) -> float:
+    """The weight of the KL term: --beta, or the loss's own default."""
+    return inspect.signature(LOSS).parameters["beta"].default if args.beta is None else args.beta
+
+
+def loss_settings(args: argparse.Namespace, data: StepData, batch: Batch) -> dict:
+    """The keyword arguments of the loss; a clip width that no flag gives is the loss's own default."""
+    settings = {"beta": beta(args), "denominator": data.denominator}
+    settings |= {name: getattr(args, name) for name in ("clip_eps", "clip_eps_high") if getattr(args, name) is not None}
+    if args.tis_cap is not None:
+        settings["importance_weights"] = truncated_importance_weights(
+            batch.old_logprobs, batch.sampling_logprobs, args.tis_cap
+        )
+    return settings
+
+
+def diagnostics(batch: Batch, data: StepData, loss: torch.Tensor, entropy: torch.Tensor) -> dict:
+    """What is logged beside the loss's own metrics, as (sum, count) pairs; the loss's parts add up to the whole."""
+    mask = batch.completion_mask
+    return {"entropy": (entropy[mask].sum(), mask.sum()), "loss": (loss.detach(), data.share)}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before anything is loaded."""
+    parser = argparse.ArgumentParser(
+        description="Training worker: receives rollouts, trains a LoRA adapter with DeepSpeed, publishes it.",
+        epilog="Batch sizes, learning rate, precision and ZeRO stage are read from --ds_config.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the samplers' must agree")
+    add("--save_path", default="./checkpoints", help="folder of this run: adapters, checkpoints, metrics.jsonl")
+    add("--ds_config", default="ds_config.json", help="DeepSpeed configuration")
+    add("--port", type=int, default=5555, help="port on which samplers connect")
+    add("--host", default="127.0.0.1", help="address to listen at")
+    add("--save_steps", type=int, default=10, help="steps between checkpoints")
+    add("--publish_steps", type=int, default=1, help="steps between published adapters")
+    add("--group_size", type=int, default=4, help="completions for each prompt")
+    add("--max_steps", type=int, default=0, help="end the run after this many steps; 0: run until stopped")
+    add("--max_staleness", type=int, default=1, help="steps a group may lag behind; 0: strictly on-policy, reproducible")
+    add("--num_iterations", type=int, default=1, help="optimizer steps on each batch (mu)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature; also divides the logits of all log-probs")
+    add("--beta", type=float, help="weight of the KL term, 0 skips the reference pass (default: the loss's own)")
+    add("--clip_eps", type=float, help="lower clip width of the ratio (default: the loss's own)")
+    add("--clip_eps_high", type=float, help="upper clip width (default: the loss's own)")
+    add("--tis_cap", type=float, help="truncated importance sampling: cap on pi_old / pi_sampling (default: off)")
+    add("--scale_rewards", type=yes_no, default=True, help="divide advantages by the group's std (no: Dr. GRPO)")
+    add("--mask_truncated", action="store_true", help="leave truncated completions out of loss and denominator")
+    add("--lora_rank", type=int, default=16, help="rank of the LoRA matrices")
+    add("--lora_alpha", type=float, default=32, help="scale of the LoRA update: alpha / rank")
+    add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
+    add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
+    add("--seed", type=int, default=0, help="of the adapter's start, the order of prompts and the sampling noise")
+    add("--timeout", type=float, default=300, help="seconds without a group (from living samplers) before giving up")
+    add("--startup_timeout", type=float, default=1800, help="seconds to wait for the first group")
+    add("--sampler_timeout", type=float, default=60, help="seconds of silence after which a sampler's tickets go to others")
+    add("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    args = parser.parse_args(argv)
+    for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
+    for name in ("max_steps", "max_staleness"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
+    if args.temperature <= 0:
+        parser.error(f"--temperature is {args.temperature}, it must be above 0")
+    if args.beta is not None and args.beta < 0:
+        parser.error(f"--beta is {args.beta}, it must not be negative")
+    if args.publish_steps > args.max_staleness + 1:
+        parser.error(
+            f"--publish_steps {args.publish_steps} leaves groups older than --max_staleness {args.max_staleness}; "
+            f"it can be {args.max_staleness + 1} at most"
+        )
+    if not Path(args.ds_config).is_file():
+        parser.error(f"--ds_config {args.ds_config} is no file")
+    return args
+
+
+def yes_no(text: str) -> bool:
+    """argparse type of a switch that is on by default."""
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
+    return text == "yes"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ChannelError, ModelNotFound, ValueError) as error:
+        sys.exit(f"training_worker: {error}" if os.environ.get("RANK", "0") == "0" else 1)
