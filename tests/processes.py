@@ -1,0 +1,80 @@
+"""Starting the two workers as users do, and reading what they say."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # several processes share few cores
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class Worker:
+    """A worker process whose output goes to a file."""
+
+    def __init__(self, command: list, log: Path, **environment: str):
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT | environment,
+                cwd=ROOT,
+            )
+
+    def wait(self, limit: float) -> int:
+        """The exit code; past `limit` seconds the process is ended and the test fails with its output."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"still running after {limit} s:\n{self.output()[-4000:]}") from None
+
+    def wait_for(self, text: str, limit: float) -> None:
+        """Wait until the output has `text`."""
+        deadline = time.monotonic() + limit
+        while text not in self.output():
+            assert time.monotonic() < deadline, f"no {text!r} within {limit} s:\n{self.output()[-4000:]}"
+            assert self.process.poll() is None or text in self.output(), f"ended:\n{self.output()[-4000:]}"
+            time.sleep(0.05)
+
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def end(self) -> None:
+        """Make sure that nothing of it is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:
+    """training_worker.py: alone under python with one rank, under the deepspeed launcher with more."""
+    script = [ROOT / "training_worker.py", *flags]
+    if ranks == 1:
+        return Worker([sys.executable, "-u", *script], log, **environment)
+    launcher = Path(sys.executable).with_name("deepspeed")
+    return Worker([launcher, "--num_gpus", ranks, "--master_port", _port(), *script], log, **environment)
+
+
+def sampler(log: Path, *flags, script: str = "tests/sampler_with_reward.py", **environment: str) -> Worker:
+    """The sampling worker on the CPU, by default with a reward that a random model can earn."""
+    return Worker([sys.executable, "-u", ROOT / script, "--device", "cpu", *flags], log, **environment)
+
+
+def _port() -> int:
+    from tiny import free_port
+
+    return free_port()

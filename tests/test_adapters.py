@@ -1,0 +1,178 @@
+"""The adapter folder: whole versions or none, the newest in use, nothing broken gets into the model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from tiny import VOCAB, tiny_model
+
+from grpo.adapters import MANIFEST, WEIGHTS, AdapterError, AdapterStore
+from grpo.batch import collate
+from grpo.logprobs import completion_logprobs
+from grpo.models import add_lora
+from grpo.policy import Policy, canary_batch
+
+CONFIG = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def learner_model(seed=1, config=CONFIG):
+    """A model with a trained-looking adapter."""
+    model = add_lora(tiny_model(), config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def publish(store, version, seed=None, run_id="run", model=None, config=CONFIG):
+    model = model or learner_model(version if seed is None else seed)
+    canary = completion_logprobs(model, canary_batch(VOCAB), 1.0)[0].flatten().tolist()
+    fields = {"run_id": run_id, "version": version, "lora": {}, "canary": canary}
+    store.publish(get_peft_model_state_dict(model), config, fields)
+    return model
+
+
+def policy() -> Policy:
+    return Policy(tiny_model(), [2], "cpu", dtype="float32", temperature=1.0)
+
+
+def test_a_published_version_gives_the_learners_logprobs(tmp_path):
+    store, sampler = AdapterStore(tmp_path), policy()
+    batch = collate([torch.tensor([5, 6, 7])] * 2, [torch.tensor([8, 9]), torch.tensor([10, 2])])
+    base = completion_logprobs(tiny_model(), batch, 1.0)[0].detach()
+    for version in (0, 1, 5):
+        model = publish(store, version)
+        assert sampler.load_newest(store, "run", at_least=version, limit=5)
+        expected = completion_logprobs(model, batch, 1.0)[0].detach()
+        torch.testing.assert_close(sampler.logprobs(batch), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(sampler.reference_logprobs(batch), base, rtol=0, atol=1e-5)
+        assert sampler.version == version and len(sampler.sha256) == 64
+    assert not sampler.load_newest(store, "run", at_least=5, limit=5)
+
+
+def test_latest_is_an_adapter_that_peft_loads(tmp_path):
+    store = AdapterStore(tmp_path)
+    publish(store, 0)
+    model = publish(store, 1)
+    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "latest"))
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_versions_only_grow(tmp_path):
+    store = AdapterStore(tmp_path)
+    publish(store, 3)
+    with pytest.raises(AssertionError):
+        publish(store, 3)
+
+
+def test_pruning_keeps_the_newest_and_the_checkpoints(tmp_path):
+    store = AdapterStore(tmp_path)
+    for version in range(8):
+        publish(store, version, model=learner_model(0))
+    store.prune(keep_newest=3, keep={0, 4})
+    assert store.versions() == [0, 4, 5, 6, 7]
+
+
+def test_what_a_killed_learner_left_behind_is_no_version(tmp_path):
+    store = AdapterStore(tmp_path)
+    publish(store, 0)
+    shutil.copytree(store.folder(0), tmp_path / "adapters" / ".tmp-v00000001")
+    assert store.versions() == [0]
+    publish(store, 1)
+    assert store.versions() == [0, 1]
+    assert not list((tmp_path / "adapters").glob(".tmp*"))
+
+
+def damage(store, how):
+    folder = store.folder(1)
+    weights, manifest = folder / WEIGHTS, folder / MANIFEST
+    content = weights.read_bytes()
+    if how == "empty":
+        weights.write_bytes(b"")
+    elif how == "half":
+        weights.write_bytes(content[: len(content) // 2])
+    elif how == "one byte short":
+        weights.write_bytes(content[:-1])
+    elif how == "zeros":
+        weights.write_bytes(bytes(len(content)))
+    elif how == "one bit":
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "no config":
+        (folder / "adapter_config.json").unlink()
+    elif how == "manifest of another form":
+        manifest.write_text("{}")
+    elif how == "canary of another adapter":
+        fields = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(fields | {"canary": [value - 1 for value in fields["canary"]]}))
+    elif how == "another version":
+        fields = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(fields | {"version": 9}))
+    return content
+
+
+HOWS = """empty, half, one byte short, zeros, one bit, no weights, no manifest, no config, manifest of another form,
+canary of another adapter, another version""".replace("\n", " ").split(", ")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_version_is_not_taken_and_the_old_one_stays(tmp_path, how, capsys):
+    store, sampler = AdapterStore(tmp_path), policy()
+    publish(store, 0)
+    sampler.load_newest(store, "run", at_least=0, limit=5)
+    batch = canary_batch(VOCAB)
+    before = sampler.logprobs(batch)
+    publish(store, 1)
+    damage(store, how)
+    with pytest.raises(AdapterError):
+        sampler.load_newest(store, "run", at_least=0, limit=0)
+    assert sampler.version == 0 and "keeping adapter version 0" in capsys.readouterr().out
+    torch.testing.assert_close(sampler.logprobs(batch), before, rtol=0, atol=0)
+    publish(store, 2)
+    assert sampler.load_newest(store, "run", at_least=0, limit=5) and sampler.version == 2
+
+
+@pytest.mark.parametrize("change", ["rank", "targets", "run"])
+def test_an_adapter_of_another_kind_is_not_taken(tmp_path, change):
+    store, sampler = AdapterStore(tmp_path), policy()
+    publish(store, 0)
+    sampler.load_newest(store, "run", at_least=0, limit=5)
+    before = sampler.logprobs(canary_batch(VOCAB))
+    targets = ["q_proj"] if change == "targets" else "all-linear"
+    config = LoraConfig(r=8 if change == "rank" else 4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    publish(store, 1, model=learner_model(1, config), config=config, run_id="x" if change == "run" else "run")
+    with pytest.raises(AdapterError):
+        sampler.load_newest(store, "run", at_least=0, limit=0)
+    torch.testing.assert_close(sampler.logprobs(canary_batch(VOCAB)), before, rtol=0, atol=0)
+
+
+def test_reloading_does_not_grow_the_model(tmp_path):
+    store, sampler = AdapterStore(tmp_path), policy()
+    publish(store, 0)
+    sampler.load_newest(store, "run", at_least=0, limit=5)
+    count = len(list(sampler.model.named_parameters()))
+    for version in range(1, 20):
+        publish(store, version, model=learner_model(version))
+        sampler.load_newest(store, "run", at_least=version, limit=5)
+    assert len(list(sampler.model.named_parameters())) == count
+    assert not any(parameter.requires_grad for parameter in sampler.model.parameters())
+
+
+def test_waiting_for_a_version_names_the_folder(tmp_path):
+    with pytest.raises(AdapterError, match="version 3 did not appear in .*--lora_path"):
+        AdapterStore(tmp_path).wait_for(3, limit=0.1)
+
+
+def test_a_broken_run_file_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(AdapterError, match=r"run\.json"):
+        AdapterStore(tmp_path).read_run()

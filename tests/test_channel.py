@@ -1,0 +1,243 @@
+"""The wire, over real sockets: welcome and refusal, tickets, acknowledgement, either start order, silence."""
+
+import threading
+import time
+
+import pytest
+import zmq
+from test_rollout import make_group
+from tiny import free_port
+
+from grpo import channel as channel_module
+from grpo.channel import ChannelError, LearnerChannel, SamplerChannel
+from grpo.collector import Collector
+from grpo.rollout import PROTOCOL_VERSION, pack
+
+RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
+WELCOME = {
+    "run_id": "run",
+    "group_size": 2,
+    "temperature": 1.0,
+    "dtype": "float32",
+    "needs_reference": True,
+    "vocab_size": 100,
+}
+FACTS = {
+    "protocol": PROTOCOL_VERSION,
+    "model_path": "/models/a",
+    "model": "m" * 64,
+    "tokenizer": "t" * 64,
+    "dataset": "d",
+    "num_prompts": 10,
+    "max_new_tokens": 8,
+    "batch_size": 4,
+    "lora_path": "/runs/a",
+    "run_id": "run",
+}
+
+
+@pytest.fixture
+def wire():
+    """Makes collectors and channels on one port, and closes them all."""
+    port, opened = free_port(), []
+
+    class Wire:
+        address = f"tcp://127.0.0.1:{port}"
+
+        def learner(self, **settings) -> tuple[Collector, LearnerChannel]:
+            defaults = dict(groups_per_step=2, max_staleness=0, seed=0, max_steps=0)
+            silence = settings.pop("silence_limit", 30)
+            collector = Collector(RUN, WELCOME, **defaults | settings)
+            opened.append(LearnerChannel(self.address, collector, silence))
+            return collector, opened[-1]
+
+        def sampler(self, name="s", timeout=30.0, startup=30.0, **changes) -> SamplerChannel:
+            opened.append(SamplerChannel(self.address, name, lambda: FACTS | changes, timeout, startup))
+            return opened[-1]
+
+    yield Wire()
+    for end in reversed(opened):
+        end.close(limit=5)
+
+
+def answer(ticket, **changes) -> bytes:
+    return pack(make_group(ticket_id=ticket.ticket_id, adapter_version=ticket.version, **changes))
+
+
+def test_a_step_goes_round(wire):
+    collector, learner = wire.learner()
+    sampler = wire.sampler()
+    welcome = sampler.connect()
+    assert welcome["run_id"] == "run" and welcome["version"] == 0
+    batches = sampler.tickets(capacity=2)
+    tickets = next(batches)
+    assert [t.ticket_id for t in tickets] == [0, 1]
+    for ticket in reversed(tickets):  # the order of arrival does not matter
+        sampler.send(ticket.ticket_id, answer(ticket))
+    groups = collector.next_step(wait=10)
+    assert [g.ticket_id for g in groups] == [0, 1]
+    collector.finish_step(version=1)
+    learner.wake()
+    assert [(t.ticket_id, t.version) for t in next(batches)] == [(2, 1), (3, 1)]
+    stopper = threading.Thread(target=learner.stop_samplers, args=("done",))
+    stopper.start()
+    assert list(batches) == [] and sampler.stop_reason == "done"
+    assert sampler.finish() == 0
+    stopper.join()
+    assert learner.samplers == []
+
+
+def test_the_sampler_may_start_first(wire):
+    sampler = wire.sampler()
+    time.sleep(0.5)
+    wire.learner()
+    assert sampler.connect()["group_size"] == 2
+
+
+REFUSALS = {
+    "model": (dict(model="x" * 64, model_path="/models/b"), ["/models/b", "/models/a", "--model_path"]),
+    "tokenizer": (dict(tokenizer="x" * 64), ["tokenizer", "--model_path"]),
+    "run": (dict(run_id="old", lora_path="/runs/b"), ["/runs/b holds run old", "--lora_path /runs/a"]),
+    "no run": (dict(run_id=None), ["holds no run.json", "--lora_path /runs/a"]),
+    "group size": (dict(batch_size=3), ["--batch_size 3", "--group_size 2"]),
+    "protocol": (dict(protocol=99), ["protocol 99", str(PROTOCOL_VERSION)]),
+    "empty dataset": (dict(num_prompts=0), ["--dataset"]),
+}
+
+
+@pytest.mark.parametrize("changes, words", REFUSALS.values(), ids=REFUSALS.keys())
+def test_a_disagreement_is_refused_with_both_values_and_the_flag(wire, changes, words):
+    wire.learner()
+    with pytest.raises(ChannelError) as error:
+        wire.sampler(**changes).connect()
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("changes", [dict(dataset="other"), dict(num_prompts=11), dict(max_new_tokens=9)])
+def test_samplers_must_agree_with_the_first(wire, changes):
+    wire.learner()
+    wire.sampler("first").connect()
+    with pytest.raises(ChannelError, match="start every sampler with the same --"):
+        wire.sampler("second", **changes).connect()
+
+
+def test_a_port_in_use_is_one_sentence(wire):
+    wire.learner()
+    with pytest.raises(ChannelError, match="choose another --port"):
+        wire.learner()
+
+
+def test_malformed_groups_are_dropped_and_their_tickets_granted_again(wire):
+    collector, _ = wire.learner()
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    first, second = next(batches)
+    sampler.send(first.ticket_id, b"garbage")
+    sampler.send(second.ticket_id, answer(second, run_id="another run"))
+    again = next(batches)
+    while len(again) < 2:
+        again += next(batches)
+    assert {t.ticket_id for t in again} == {0, 1} and collector.malformed == 2
+    for ticket in again:
+        sampler.send(ticket.ticket_id, answer(ticket))
+    assert len(collector.next_step(wait=10)) == 2
+
+
+def test_groups_outside_the_runs_limits_are_refused(wire):
+    collector, _ = wire.learner()
+    collector.hello("s", FACTS | {"holding": []})
+    ticket = collector.grant("s", 1)[0]
+    good = answer(ticket)
+    for changes in (
+        dict(temperature=0.5),
+        dict(ref_logprobs=None),
+        dict(prompt_ids=make_group().prompt_ids + 100),
+    ):
+        assert not collector.receive("s", ticket.ticket_id, answer(ticket, **changes))
+    assert not collector.receive("s", 5, good)  # never issued
+    assert not collector.receive("s", ticket.ticket_id, pack(make_group(ticket_id=3)))  # another ticket's
+    assert collector.receive("s", ticket.ticket_id, good)
+    assert collector.receive("s", ticket.ticket_id, good)  # a resend is acknowledged, not taken twice
+    assert collector.queue == 1
+
+
+def test_a_silent_samplers_tickets_go_to_another(wire, monkeypatch):
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
+    wire.learner(silence_limit=1.5)
+    silent = wire.sampler("silent")
+    silent.connect()
+    lost = next(silent.tickets(capacity=2))
+    silent._send = lambda frames: None  # it is there, yet nothing comes from it
+    other = wire.sampler("other")
+    other.connect()
+    assert next(other.tickets(capacity=2)) == lost
+
+
+def test_a_restarted_learner_gets_the_unacknowledged_groups_again(wire, monkeypatch):
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
+    _, learner = wire.learner()
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    tickets = next(batches)
+    learner.close()
+    for ticket in tickets:
+        sampler.send(ticket.ticket_id, answer(ticket))
+    collector, _ = wire.learner()
+    deadline = time.monotonic() + 20
+    while sampler._unacknowledged and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sampler._unacknowledged  # this learner does not know the tickets, but it has answered
+
+
+def test_nobody_there_ends_with_the_address_and_the_flag(wire):
+    sampler = wire.sampler(startup=0.5)
+    with pytest.raises(ChannelError, match=r"tcp://127.0.0.1:\d+ .*--startup_timeout"):
+        sampler.connect()
+
+
+def test_a_learner_that_dies_is_named_after_the_timeout(wire, monkeypatch):
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
+    _, learner = wire.learner()
+    sampler = wire.sampler(timeout=1.0)
+    sampler.connect()
+    learner.close()
+    with pytest.raises(ChannelError, match="nothing heard from the learner at .*--timeout"):
+        list(sampler.tickets(capacity=2))
+
+
+def test_closing_with_nobody_there_is_quick(wire):
+    started = time.monotonic()
+    sampler = wire.sampler()
+    sampler.close(limit=5)
+    assert time.monotonic() - started < 5
+
+
+def test_foreign_messages_are_counted_and_dropped(wire):
+    collector, learner = wire.learner()
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"stranger")
+    stranger.connect(wire.address)
+    for frames in ([b""], [b"\xff\xff", b"{}"], [b"HELLO", b"{"], [b"HELLO", b"[]"], [b"HELLO", b"{}"], [b"a"] * 9):
+        stranger.send_multipart(frames)
+    stranger.send_multipart([b"GROUP", b'{"ticket_id": 0}', b"x"])  # well formed, from nobody who was welcomed
+    deadline = time.monotonic() + 10
+    while learner.foreign < 6 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert learner.foreign == 6
+    stranger.close(linger=0)
+    assert wire.sampler().connect()["run_id"] == "run"
+
+
+def test_a_ticket_whose_prompt_does_not_fit_is_dropped_and_replaced(wire):
+    collector, _ = wire.learner()
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    first, second = next(batches)
+    sampler.drop(first.ticket_id, "prompt longer than --max_prompt_length")
+    sampler.send(second.ticket_id, answer(second))
+    third = next(batches)
+    assert [t.ticket_id for t in third] == [2]
+    assert collector.dropped == {"prompt longer than --max_prompt_length": 1}
