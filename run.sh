@@ -31,10 +31,10 @@ gpu_count() {
     if command -v nvidia-smi >/dev/null; then nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; else echo 0; fi
 }
 
-# Install what the files in $@ list, unless exactly that is installed already.
+# Install what the file $1 lists, unless exactly that is installed already.
 setup() {
     local python=${PYTHON:-python3} stamp
-    stamp=$VENV/installed-$(cat "$@" | cksum | cut -d' ' -f1)
+    stamp=$VENV/installed-$(cksum <"$1" | cut -d' ' -f1)
     [ -e "$stamp" ] && return
     command -v "$python" >/dev/null || fail "$python not found: install Python 3.10 to 3.13, or name one with PYTHON="
     "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
@@ -52,16 +52,28 @@ setup() {
             fail "$python -m venv failed: install the python3-venv package, or name another Python with PYTHON="
         "$VENV/bin/python" -c 'import pip, sys; sys.exit(int(pip.__version__.split(".")[0]) < 22)' ||
             "$VENV/bin/python" -m pip install -q --upgrade pip || fail "pip is older than 22 and cannot upgrade itself"
-        echo "installing into $VENV (a few minutes the first time)"
-        local file arguments=()
-        for file in "$@"; do arguments+=(-r "$file"); done
-        "$VENV/bin/python" -m pip install -q "${arguments[@]}" || fail "pip could not install ${*##*/}: see its message above"
+        echo "installing what ${1#"$ROOT/"} lists into $VENV (a few minutes the first time)"
+        "$VENV/bin/python" -m pip install -q -r "$1" || fail "pip could not install what $1 lists: see its message above"
         touch "$stamp"
     ) 9>"$VENV/.lock"
 }
 
-log_to() { # copy all further output to a file; exec keeps signals and the exit status those of the worker
+# Copy all further output to a file.
+log_to() {
     exec > >(tee -i -a "$1") 2>&1
+}
+
+# Run a command in a process group of its own and pass Ctrl-C and SIGTERM on to all of it: DeepSpeed's outer launcher
+# would die of them and leave the ranks behind.
+run_group() {
+    set -m
+    "$@" &
+    local group=$! status=0
+    set +m
+    trap 'kill -TERM -- "-$group" 2>/dev/null || true' INT TERM
+    wait "$group" || status=$?
+    while kill -0 -- "-$group" 2>/dev/null; do sleep 0.1; done
+    return "$status"
 }
 
 trainer() {
@@ -79,7 +91,7 @@ trainer() {
     port=$("$VENV/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     export PATH=$VENV/bin:$PATH
     log_to trainer.log
-    exec "$VENV/bin/deepspeed" "${launch[@]}" --master_port "${MASTER_PORT:-$port}" "$ROOT/training_worker.py" "$@"
+    run_group "$VENV/bin/deepspeed" "${launch[@]}" --master_port "${MASTER_PORT:-$port}" "$ROOT/training_worker.py" "$@"
 }
 
 sampler() {
@@ -106,7 +118,8 @@ main() {
             cd "$ROOT" && exec "$VENV/bin/python" -u -m demo.run "$@"
             ;;
         test)
-            setup "$ROOT/requirements.txt" "$ROOT/tests/requirements.txt"
+            setup "$ROOT/requirements.txt"
+            setup "$ROOT/tests/requirements.txt"
             cd "$ROOT" && exec "$VENV/bin/python" -m pytest "$@"
             ;;
         trainer) setup "$ROOT/requirements.txt" && trainer "$@" ;;

@@ -33,6 +33,7 @@ from grpo.models import (
     load_model,
     load_tokenizer,
     model_fingerprint,
+    quiet_libraries,
     tokenizer_fingerprint,
 )
 from grpo.policy import Policy
@@ -45,6 +46,7 @@ from utils import reward_function
 def main() -> None:
     """Serve tickets until the learner ends the run."""
     args = parse_args()
+    quiet_libraries()
     sampler = Sampler(args)
     welcome = sampler.join()
     for tickets in sampler.channel.tickets(capacity=args.batch_size // welcome["group_size"]):  # sample D_b

@@ -24,7 +24,7 @@ from grpo.channel import ChannelError
 from grpo.learner import Learner, StepData
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means
-from grpo.models import ModelNotFound
+from grpo.models import ModelNotFound, quiet_libraries
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 
 LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils.py
@@ -33,6 +33,7 @@ LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils
 def main() -> None:
     """Train until --max_steps, or until stopped."""
     args = parse_args()
+    quiet_libraries()
     learner = Learner(args, needs_reference=beta(args) > 0)
     for groups in learner.steps():  # o_1 .. o_G ~ pi_old for each prompt of the batch
         data = learner.prepare(groups, advantages(groups, args), LOSS.denominator)  # A_1 .. A_G

@@ -32,71 +32,60 @@ def evaluate(step: Step) -> int:
 def gain_lose(rng: random.Random) -> tuple[str, list[Step]]:
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     have, gain, lose = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} has {have} {items}. {name} finds {gain} more and then gives {lose} away. "
-        f"How many {items} does {name} have left?",
-        f"There are {have} {items} on the shelf. {name} adds {gain} and later takes {lose}. "
-        f"How many {items} are on the shelf now?",
-    ])
+    question = (
+        f"{name} has {have} {items}, finds {gain} more and gives {lose} away. "
+        f"How many {items} does {name} have left?"
+    )
     return question, [(have, "+", gain), (have + gain, "-", lose)]
 
 
 def containers_and_more(rng: random.Random) -> tuple[str, list[Step]]:
     name, items, containers = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(CONTAINERS)
-    count, each, more = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} fills {count} {containers} with {each} {items} each. Another {more} {items} do not fit. "
-        f"How many {items} are there in all?",
-        f"{name} carries home {count} {containers} of {each} {items} and finds {more} {items} already there. "
-        f"How many {items} does {name} have now?",
-    ])
+    count, each, more = rng.randint(2, 5), rng.randint(2, 6), rng.randint(2, 9)
+    question = (
+        f"{name} fills {count} {containers} with {each} {items} each, and {more} {items} do not fit. "
+        f"How many {items} are there in all?"
+    )
     return question, [(count, "*", each), (count * each, "+", more)]
 
 
 def containers_and_less(rng: random.Random) -> tuple[str, list[Step]]:
     name, items, containers = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(CONTAINERS)
-    count, each, less = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} buys {count} {containers} with {each} {items} in each. {less} {items} are broken. "
-        f"How many good {items} does {name} have?",
-        f"{name} packs {each} {items} into each of {count} {containers} and then sells {less} {items}. "
-        f"How many {items} does {name} keep?",
-    ])
+    count, each, less = rng.randint(2, 5), rng.randint(2, 6), rng.randint(2, 9)
+    question = (
+        f"{name} buys {count} {containers} of {each} {items} each, but {less} {items} are broken. "
+        f"How many good {items} does {name} have?"
+    )
     return question, [(count, "*", each), (count * each, "-", less)]
 
 
 def two_together(rng: random.Random) -> tuple[str, list[Step]]:
     (name, other), items = rng.sample(NAMES, 2), rng.choice(ITEMS)
     have, more = rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} has {have} {items}. {other} has {more} more than {name}. How many {items} do they have together?",
-        f"{name} counts {have} {items}, and {other} counts {more} more than that. "
-        f"How many {items} do the two of them count?",
-    ])
+    question = (
+        f"{name} has {have} {items}. {other} has {more} more than {name}. "
+        f"How many {items} do they have together?"
+    )
     return question, [(have, "+", more), (have, "+", have + more)]
 
 
 def gain_lose_gain(rng: random.Random) -> tuple[str, list[Step]]:
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     have, gain, lose, again = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} owns {have} {items}, wins {gain}, loses {lose} and wins {again} more. "
-        f"How many {items} does {name} own now?",
-        f"A drawer holds {have} {items}. {name} puts in {gain}, takes out {lose} and puts in {again}. "
-        f"How many {items} does it hold now?",
-    ])
+    question = (
+        f"{name} owns {have} {items}, wins {gain}, loses {lose} and then wins {again} more. "
+        f"How many {items} does {name} own now?"
+    )
     return question, [(have, "+", gain), (have + gain, "-", lose), (have + gain - lose, "+", again)]
 
 
 def times_and_more(rng: random.Random) -> tuple[str, list[Step]]:
     (name, other), items = rng.sample(NAMES, 2), rng.choice(ITEMS)
-    have, times, more = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    question = rng.choice([
-        f"{name} has {have} {items}. {other} has {times} times as many and then gets {more} more. "
-        f"How many {items} does {other} have now?",
-        f"{name} sells {have} {items} today. {other} sells {times} times as many, plus {more}. "
-        f"How many {items} does {other} sell?",
-    ])
+    have, times, more = rng.randint(2, 6), rng.randint(2, 5), rng.randint(2, 9)
+    question = (
+        f"{name} sells {have} {items}. {other} sells {times} times as many, and then {more} more. "
+        f"How many {items} does {other} sell?"
+    )
     return question, [(have, "*", times), (have * times, "+", more)]
 
 

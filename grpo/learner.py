@@ -4,6 +4,7 @@ Every rank builds a Learner and walks through `steps` together; rank 0 alone has
 """
 
 import json
+import os
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from grpo.ranks import STEP, STOP, Ranks
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
+SAME_SIGNAL_SECONDS = 1.0  # the terminal and the launcher both pass one Ctrl-C on
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Learner:
         self._on_rank_zero(self._refuse_used_folder)
         self._stop_signal: str | None = None
         self._listen_to_signals()
+        self.channel = self.collector = self.log = None  # rank 0 alone has them
         torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
         model = load_model(args.model_path)
         self.vocab_size = model.get_input_embeddings().num_embeddings
@@ -63,7 +66,7 @@ class Learner:
         }
         self.engine, self.dtype = make_engine(model, args, read_ds_config(args.ds_config, self.ranks.size))
         self.groups_per_step = self._groups_per_step()
-        self.steps_done, self.version = 0, -1
+        self.steps_done, self.version, self._saved = 0, -1, 0
         self._on_rank_zero(lambda: self.store.write_run(self.run))
         self.publish()
         self._on_rank_zero(lambda: self._open(needs_reference))
@@ -134,6 +137,7 @@ class Learner:
 
     def save(self) -> None:
         """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""
+        self._saved = self.steps_done
         self.engine.save_checkpoint(
             str(self.store.path / "checkpoints"),
             tag=f"step{self.steps_done:08d}",
@@ -143,6 +147,8 @@ class Learner:
 
     def close(self) -> None:
         """Tell the samplers that the run is over, then leave; what is trained is published already."""
+        if self._saved != self.steps_done:
+            self.save()
         if self.channel:
             reason = self._stop_signal or f"--max_steps {self.args.max_steps} reached"
             self.channel.stop_samplers(reason)
@@ -213,8 +219,13 @@ class Learner:
         )
 
     def _listen_to_signals(self) -> None:
+        first = None
+
         def stop(signum, frame):
-            signal.signal(signum, signal.SIG_DFL)  # a second one ends the process at once
+            nonlocal first
+            first = first or time.monotonic()
+            if time.monotonic() - first > SAME_SIGNAL_SECONDS:
+                os._exit(128 + signum)  # a second one ends the process at once
             self._stop_signal = f"stopped by {signal.Signals(signum).name}"
 
         signal.signal(signal.SIGINT, stop)
@@ -226,6 +237,9 @@ class Learner:
         """Rank 0: wait for the next step's groups, with a sign of life to the others every second."""
         started = noticed = time.monotonic()
         while True:
+            if self._stop_signal:
+                self.ranks.share(STOP)
+                return None
             groups = self.collector.next_step(POLL_SECONDS)
             if groups is not None:
                 settings = json.dumps({"max_new_tokens": self.collector.max_new_tokens}).encode()
@@ -239,9 +253,6 @@ class Learner:
             except ChannelError:
                 self.ranks.share(STOP)
                 raise
-            if self._stop_signal:
-                self.ranks.share(STOP)
-                return None
             self.ranks.share()
             if time.monotonic() - noticed >= NOTICE_SECONDS:
                 noticed = time.monotonic()

@@ -2,14 +2,23 @@
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ELEMENTS = 64  # of each weight, for the fingerprint
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars of loading and deprecation notes of pinned libraries out of the workers' output."""
+    transformers.utils.logging.disable_progress_bar()
+    for library in ("torch", "transformers", "peft"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
 
 
 class ModelNotFound(ValueError):

@@ -1,6 +1,7 @@
 """Starting the two workers as users do, and reading what they say."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 env=ENVIRONMENT | environment,
                 cwd=ROOT,
+                start_new_session=True,  # a process group of its own, as a terminal gives it
             )
 
     def wait(self, limit: float) -> int:
@@ -45,6 +47,10 @@ class Worker:
             assert self.process.poll() is None or text in self.output(), f"ended:\n{self.output()[-4000:]}"
             time.sleep(0.05)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole process group, as a terminal does on Ctrl-C."""
+        os.killpg(self.process.pid, number)
+
     def output(self) -> str:
         """Everything printed so far."""
         return self.log.read_text(errors="replace")
@@ -52,12 +58,13 @@ class Worker:
     def end(self) -> None:
         """Make sure that nothing of it is left."""
         if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+
+
+def by_run_sh(log: Path, *arguments: str) -> Worker:
+    """`./run.sh ...` in the environment that the tests run in."""
+    return Worker([ROOT / "run.sh", *arguments], log, VENV=sys.prefix)
 
 
 def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:

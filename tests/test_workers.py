@@ -1,0 +1,250 @@
+"""The two programs as users start them: real sockets, real DeepSpeed, real adapters."""
+
+import json
+import signal
+import socket
+
+import pytest
+import torch
+from peft import PeftModel
+from processes import by_run_sh, learner, sampler
+from safetensors.torch import load_file
+from tiny import ds_config, free_port, save_questions, save_tiny, tiny_model
+
+from grpo.adapters import AdapterStore
+from grpo.metrics import read_metrics
+
+LIMIT = 240  # seconds for a whole run; DeepSpeed alone takes about ten to start
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A tiny model folder and a dataset."""
+    folder = tmp_path_factory.mktemp("material")
+    return save_tiny(folder / "model"), save_questions(folder / "questions.jsonl")
+
+
+@pytest.fixture
+def workers():
+    """Starts workers and ends them after the test."""
+    started = []
+
+    def start(kind, *arguments, **settings):
+        started.append(kind(*arguments, **settings))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.end()
+
+
+class Run:
+    """One run's folder and flags."""
+
+    def __init__(self, folder, material, name="run", *, ranks=1, steps=3, staleness=0, learner_flags=(), **config):
+        self.model, self.questions = material
+        self.path, self.folder, self.ranks = folder / name, folder, ranks
+        self.port = free_port()
+        self.config = ds_config(folder / f"{name}.json", **config)
+        self.learner_flags = [
+            *("--model_path", self.model, "--save_path", self.path, "--ds_config", self.config, "--port", self.port),
+            *("--max_steps", steps, "--max_staleness", staleness, "--lora_rank", 4, "--lora_alpha", 8, *learner_flags),
+        ]
+        self.sampler_flags = [
+            *("--model_path", self.model, "--lora_path", self.path, "--dataset", self.questions, "--port", self.port),
+            *("--max_new_tokens", 12),
+        ]
+
+    def start_learner(self, workers, *more):
+        log = self.folder / f"{self.path.name}-trainer.log"
+        return workers(learner, log, *map(str, [*self.learner_flags, *more]), ranks=self.ranks)
+
+    def start_sampler(self, workers, *more, name="sampler", **settings):
+        log = self.folder / f"{self.path.name}-{name}.log"
+        return workers(sampler, log, *map(str, [*self.sampler_flags, *more]), **settings)
+
+    def to_the_end(self, workers):
+        both = self.start_learner(workers), self.start_sampler(workers)
+        for worker in both:
+            assert worker.wait(LIMIT) == 0, worker.output()[-4000:]
+        return both
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_sampler_train_and_both_exit_cleanly(tmp_path, material, workers):
+    run = Run(tmp_path, material, ranks=2, steps=3, staleness=1, learner_flags=["--save_steps", 2])
+    trainer, actor = run.to_the_end(workers)
+
+    records = read_metrics(run.path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert 0 <= record["reward"] <= 1 and record["rewards/length/mean"] > 0
+        assert record["grad_norm"] > 0 and record["staleness/max"] <= 1
+        assert record["completions/max_length"] <= 12
+
+    store = AdapterStore(run.path)
+    assert store.versions() == [0, 1, 2, 3]  # 0 and 2 belong to checkpoints, 3 = max_staleness + 2 are the newest
+    assert (run.path / "latest").resolve() == store.folder(3)
+    assert store.read_run()["run_id"] == store.read(3)[0].run_id
+    assert [p.name for p in sorted((run.path / "checkpoints").glob("step*"))] == ["step00000002", "step00000003"]
+
+    first, last = (store.read(version)[2] for version in (0, 3))
+    assert all((tensor == 0).all() for name, tensor in first.items() if "lora_B" in name)
+    moved = [name for name in last if not torch.equal(first[name], last[name])]
+    assert any("lora_B" in name for name in moved) and any("lora_A" in name for name in moved)
+    assert "adapter version 1" in actor.output() and "--max_steps 3 reached" in actor.output()
+    assert "run ended after 3 steps" in trainer.output()
+
+
+@pytest.mark.slow
+def test_strictly_on_policy_runs_are_bit_identical_in_either_start_order(tmp_path, material, workers):
+    finals = []
+    for name in ("trainer-first", "sampler-first"):
+        run = Run(tmp_path, material, name, steps=3, staleness=0)
+        if name == "sampler-first":
+            actor = run.start_sampler(workers)
+            actor.wait_for("prompts, adapters from", LIMIT)
+            trainer = run.start_learner(workers)
+        else:
+            trainer = run.start_learner(workers)
+            trainer.wait_for("listening at", LIMIT)
+            actor = run.start_sampler(workers)
+        assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
+        finals.append(load_file(run.path / "latest" / "adapter_model.safetensors"))
+        assert all(record["staleness/max"] == 0 for record in read_metrics(run.path / "metrics.jsonl"))
+    assert finals[0].keys() == finals[1].keys()
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+@pytest.mark.slow
+def test_the_first_step_is_on_policy_and_the_adapter_loads_in_a_fresh_model(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=2)
+    run.to_the_end(workers)
+    first = read_metrics(run.path / "metrics.jsonl")[0]
+    assert abs(first["approx_kl"]) < 1e-9 and first["kl"] < 1e-9  # ratio 1, and the new adapter changes nothing
+    assert abs(first["loss"]) < 1e-5 and first["grad_norm"] > 0  # the mean of the advantages is 0, the gradient is not
+    assert first["sampling/sampling_logp_difference/max"] < 1e-4
+    manifest, _, state = AdapterStore(run.path).read(2)
+    fresh = PeftModel.from_pretrained(tiny_model(), str(run.path / "latest"))
+    loaded = dict(fresh.named_parameters())
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
+    assert manifest.version == 2
+
+
+@pytest.mark.slow
+def test_a_group_size_that_does_not_divide_the_step_is_one_sentence(tmp_path, material, workers):
+    run = Run(tmp_path, material, learner_flags=["--group_size", 3])
+    trainer = run.start_learner(workers)
+    assert trainer.wait(LIMIT) != 0
+    assert "8 sequences" in trainer.output() and "--group_size 3" in trainer.output()
+    assert "Traceback" not in trainer.output()
+
+
+@pytest.mark.slow
+def test_a_taken_port_ends_all_ranks_with_one_sentence(tmp_path, material, workers):
+    run = Run(tmp_path, material, ranks=2)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", run.port))
+        holder.listen()
+        trainer = run.start_learner(workers)
+        assert trainer.wait(LIMIT) != 0
+    assert trainer.output().count("choose another --port") == 1
+    assert "Traceback" not in trainer.output()
+
+
+@pytest.mark.slow
+def test_a_sampler_on_another_folder_is_refused_and_the_run_goes_on(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=1)
+    trainer = run.start_learner(workers)
+    trainer.wait_for("listening at", LIMIT)
+    stray = run.start_sampler(workers, "--lora_path", tmp_path / "elsewhere", name="stray")
+    odd = run.start_sampler(workers, "--batch_size", 6, name="odd")
+    assert stray.wait(LIMIT) != 0 and odd.wait(LIMIT) != 0
+    assert f"holds no run.json, the learner publishes run {json.loads((run.path / 'run.json').read_text())['run_id']}" in (
+        stray.output()
+    )
+    assert "--batch_size 6 is no multiple of the learner's --group_size 4" in odd.output()
+    actor = run.start_sampler(workers)
+    assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["terminal", "run.sh"])
+def test_a_signal_ends_both_sides_with_the_work_saved(tmp_path, material, workers, way):
+    run = Run(tmp_path, material, ranks=2, steps=0, staleness=1, learner_flags=["--save_steps", 1000])
+    if way == "terminal":
+        trainer = run.start_learner(workers)
+    else:
+        trainer = workers(by_run_sh, tmp_path / "trainer.log", "trainer", *map(str, run.learner_flags))
+    actor = run.start_sampler(workers)
+    trainer.wait_for("step 2", LIMIT)
+    if way == "terminal":
+        trainer.signal(signal.SIGINT)  # Ctrl-C: the whole process group gets it
+    else:
+        trainer.process.terminate()  # a batch system's stop, to the one process that it knows
+    assert actor.wait(30) == 0
+    trainer.wait(30)
+    assert "stopped by SIG" in actor.output() and "run ended after" in trainer.output()
+    records = read_metrics(run.path / "metrics.jsonl")
+    assert AdapterStore(run.path).versions()[-1] == records[-1]["step"]
+    assert (run.path / "checkpoints" / f"step{records[-1]['step']:08d}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_stopped_sampler_gives_its_tickets_back(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=0, staleness=0)
+    trainer, actor = run.start_learner(workers), run.start_sampler(workers)
+    trainer.wait_for("step 1", LIMIT)
+    actor.signal(signal.SIGTERM)
+    assert actor.wait(20) == 0
+    trainer.wait_for("it said goodbye", 20)
+    step = read_metrics(run.path / "metrics.jsonl")[-1]["step"]
+    run.start_sampler(workers, name="next")
+    trainer.wait_for(f"step {step + 2}", LIMIT)
+
+
+FAILURES = {
+    "no model folder": (["--model_path", "no/such/folder"], ["--model_path no/such/folder", "hub"]),
+    "no dataset": (["--dataset", "no/such/file.jsonl"], ["no/such/file.jsonl"]),
+    "no GPU": (["--device", "cuda:7"], ["--device cuda:7", "--device cpu"]),
+    "a device that is none": (["--device", "gpu"], ["--device gpu"]),
+    "a port out of range": (["--port", "99999"], ["--port", "99999"]),
+    "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "tcp://127.0.0.1"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, words", FAILURES.values(), ids=FAILURES.keys())
+def test_what_a_newcomer_gets_wrong_at_the_sampler_is_one_sentence(tmp_path, material, workers, flags, words):
+    actor = Run(tmp_path, material).start_sampler(workers, *flags, script="sampling_worker.py")
+    assert actor.wait(LIMIT) != 0
+    assert all(word in actor.output() for word in words), actor.output()[-2000:]
+    assert "Traceback" not in actor.output()
+
+
+LEARNER_FAILURES = {
+    "no model folder": (["--model_path", "no/such/folder"], ["--model_path no/such/folder", "hub"]),
+    "no configuration": (["--ds_config", "no.json"], ["--ds_config no.json"]),
+    "targets that do not exist": (["--lora_targets", "nothing_proj"], ["--lora_targets nothing_proj"]),
+    "publishing too rarely": (["--publish_steps", "4"], ["--publish_steps 4", "--max_staleness 0"]),
+    "an impossible temperature": (["--temperature", "0"], ["--temperature", "above 0"]),
+    "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "samplers connected: none"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, words", LEARNER_FAILURES.values(), ids=LEARNER_FAILURES.keys())
+def test_what_a_newcomer_gets_wrong_at_the_learner_is_one_sentence(tmp_path, material, workers, flags, words):
+    trainer = Run(tmp_path, material).start_learner(workers, *flags)
+    assert trainer.wait(LIMIT) != 0
+    assert all(word in trainer.output() for word in words), trainer.output()[-2000:]
+    assert "Traceback" not in trainer.output()
+
+
+@pytest.mark.slow
+def test_a_used_folder_is_refused(tmp_path, material, workers):
+    run = Run(tmp_path, material)
+    AdapterStore(run.path).write_run({"run_id": "old"})
+    trainer = run.start_learner(workers)
+    assert trainer.wait(LIMIT) != 0 and "holds run old" in trainer.output()
