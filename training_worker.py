@@ -109,7 +109,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--publish_steps", type=int, default=1, help="steps between published adapters")
     add("--group_size", type=int, default=4, help="completions for each prompt")
     add("--max_steps", type=int, default=0, help="end the run after this many steps; 0: run until stopped")
-    add("--max_staleness", type=int, default=1, help="steps a group may lag behind; 0: strictly on-policy, reproducible")
+    add("--max_staleness", type=int, default=1, help="steps a group may lag behind; 0: strictly on-policy")
     add("--num_iterations", type=int, default=1, help="optimizer steps on each batch (mu)")
     add("--temperature", type=float, default=1.0, help="sampling temperature; also divides the logits of all log-probs")
     add("--beta", type=float, help="weight of the KL term, 0 skips the reference pass (default: the loss's own)")
@@ -125,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the adapter's start, the order of prompts and the sampling noise")
     add("--timeout", type=float, default=300, help="seconds without a group (from living samplers) before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the first group")
-    add("--sampler_timeout", type=float, default=60, help="seconds of silence after which a sampler's tickets go to others")
+    add("--sampler_timeout", type=float, default=60, help="seconds of silence before a sampler's tickets go to others")
     add("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     args = parser.parse_args(argv)
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank"):

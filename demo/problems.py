@@ -1,9 +1,10 @@
 """Made-up word problems in the shape of GSM8K, for runs without a download.
 
-Six kinds of two- or three-step problems; every number, also in between, is in 0..99. A row has `question`, `answer`
-in GSM8K's form (one line of arithmetic a step, then `#### N`) and `kind`. The same seed gives the same rows.
+Six kinds of two- or three-step problems; every number, also in between, is in 0..99. A row has `question`,
+`answer` in GSM8K's form (one line of arithmetic a step, then `#### N`) and `kind`. The same seed gives the
+same rows.
 
-    python -m demo.problems --output_path FOLDER        # FOLDER/train.jsonl (4,000) and FOLDER/test.jsonl (256)
+    python -m demo.problems --output_path FOLDER     # FOLDER/train.jsonl (4,000) and FOLDER/test.jsonl (256)
 """
 import argparse
 import json
@@ -14,9 +15,10 @@ from pathlib import Path
 # Short, so that a prompt of the tiny model stays near 40 tokens. Workers take it through --system_prompt.
 SYSTEM_PROMPT = "Think, then answer."
 
-NAMES = ["Ada", "Bela", "Carlo", "Dina", "Emre", "Fay", "Goran", "Hana", "Ivo", "Juno", "Kofi", "Lena", "Milo", "Nia"]
-ITEMS = ["acorns", "beads", "buttons", "cards", "coins", "dice", "keys", "marbles", "pears", "pens", "plums", "shells",
-         "stamps", "stones"]
+NAMES = ["Ada", "Bela", "Carlo", "Dina", "Emre", "Fay", "Goran", "Hana", "Ivo", "Juno", "Kofi", "Lena",
+         "Milo", "Nia"]
+ITEMS = ["acorns", "beads", "buttons", "cards", "coins", "dice", "keys", "marbles", "pears", "pens", "plums",
+         "shells", "stamps", "stones"]
 CONTAINERS = ["bags", "baskets", "boxes", "crates", "jars", "tins"]
 LARGEST = 99
 
@@ -106,7 +108,7 @@ def draw_problem(rng: random.Random) -> dict[str, str]:
         question, steps = KINDS[kind](rng)
         if all(0 <= evaluate(step) <= LARGEST for step in steps):
             break
-    lines = [f"{left} {operator} {right} = {evaluate((left, operator, right))}" for left, operator, right in steps]
+    lines = [f"{step[0]} {step[1]} {step[2]} = {evaluate(step)}" for step in steps]
     return {"question": question, "answer": "\n".join([*lines, f"#### {evaluate(steps[-1])}"]), "kind": kind}
 
 

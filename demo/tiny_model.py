@@ -1,12 +1,11 @@
 """A tiny Qwen2 model and its tokenizer, made from nothing in a second.
 
-The tokenizer is a real Qwen2Tokenizer (byte-level) in which every word and number of demo/problems.py, with the space
-before it, is an added token: for model_type qwen2, AutoTokenizer always rebuilds a Qwen2Tokenizer from the vocabulary
-and keeps nothing else of the file (a word-level tokenizer comes back as another one, in silence), but added tokens
-come back as they were. So a number is one token, any other text falls back to bytes, there is no unknown token, and
-decoding gives the encoded text back.
+The tokenizer is a real byte-level Qwen2Tokenizer in which every word and number of demo/problems.py, with the
+space before it, is an added token, because for model_type qwen2 AutoTokenizer rebuilds a Qwen2Tokenizer from
+the vocabulary whatever the folder names, which keeps added tokens but not a word-level model. So a number is
+one token, any other text falls back to bytes, nothing is unknown, and decoding gives the encoded text back.
 
-The four tags are added tokens that are not special: special ones would vanish under skip_special_tokens=True, and
+The four tags are added tokens that are not special: special ones vanish under skip_special_tokens=True, and
 with them every format reward.
 
     python -m demo.tiny_model --output_path FOLDER
@@ -34,19 +33,20 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> list[str]:
-    """Every word with the space before it, if it has one, in the problems and the chat template; every number."""
+    """Every word of problems and chat template, with the space before it if it has one; all numbers."""
     rng = random.Random(0)
     texts = [SYSTEM_PROMPT, "system", "user", "assistant", " + - * ="]
-    texts += [draw_problem(rng)["question"] for _ in range(5000)]  # each name and item of each kind: hundreds of times
+    texts += [draw_problem(rng)["question"] for _ in range(5000)]       # every word, hundreds of times
     words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+| [-+*=]", text)}
     return sorted(words) + [f" {number}" for number in range(LARGEST + 1)]
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
     tokens = [PAD, START, END, *sorted(ByteLevel.alphabet())]
-    tokenizer = Qwen2Tokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], unk_token=PAD,
-                               pad_token=PAD, eos_token=END, extra_special_tokens=[START],
-                               clean_up_tokenization_spaces=False, model_max_length=2048)
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], unk_token=PAD, pad_token=PAD,
+        eos_token=END, extra_special_tokens=[START], clean_up_tokenization_spaces=False,
+        model_max_length=2048)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS + vocabulary()])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -55,24 +55,27 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, intermediate_size=256,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=2048,
+        initializer_range=0.05,         # near 1/sqrt(hidden) such a small model learns in half the steps
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return Qwen2ForCausalLM(config).eval()
 
 
 @torch.no_grad()
 def check_reload(folder: Path, tokenizer: Qwen2Tokenizer, model: Qwen2ForCausalLM) -> None:
-    """Raise RuntimeError unless the saved folder gives the same ids, text and logits as the objects in memory."""
+    """Raise RuntimeError unless the saved folder gives the same ids, text and logits as what is in memory."""
     loaded_tokenizer = AutoTokenizer.from_pretrained(folder)
     loaded_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rng = random.Random(1)
-    for text in [draw_problem(rng)["question"] for _ in range(20)] + ["<think> 4 + 5 = 9</think><answer> 9</answer>",
-                                                                     "Zoë pays $1,250 — 99 times\n"]:
+    texts = [draw_problem(rng)["question"] for _ in range(20)]
+    texts += ["<think> 4 + 5 = 9</think><answer> 9</answer>", "Zoë pays $1,250 — 99 times\n"]
+    for text in texts:
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered, reloaded = (each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                              for each in (tokenizer, loaded_tokenizer))
         ids = tokenizer.encode(rendered)
-        if loaded_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) != rendered:
+        if reloaded != rendered:
             raise RuntimeError(f"The chat template reloaded from {folder} renders {text!r} differently.")
         if loaded_tokenizer.encode(rendered) != ids or loaded_tokenizer.decode(ids) != rendered:
             raise RuntimeError(f"The tokenizer reloaded from {folder} encodes {text!r} differently.")
@@ -94,9 +97,9 @@ def build(folder: str | Path, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the demo's tiny Qwen2 model, untrained, with its tokenizer.",
+    parser = argparse.ArgumentParser(description="Make the demo's tiny model, untrained, with its tokenizer.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--output_path", required=True, help="folder for model and tokenizer; made if missing")
+    parser.add_argument("--output_path", required=True, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     args = parser.parse_args()
     folder = build(args.output_path, args.seed)

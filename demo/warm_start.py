@@ -1,20 +1,21 @@
 """Full fine-tuning on demonstrations, so that a model can write the two blocks before GRPO begins.
 
-GRPO re-weights what a policy already does; one that never writes the blocks gets equal rewards and learns nothing.
-One program serves the tiny model and a real one:
+GRPO re-weights what a policy already does: one that never writes the blocks gets equal rewards and learns
+nothing. One program serves the tiny model and a real one:
 
     python -m demo.warm_start --model_path TINY --data TRAIN --output_path OUT --demonstrations sloppy \\
-        --system_prompt "Think, then answer." --steps 300 --batch_size 64 --learning_rate 3e-3
+        --system_prompt "Think, then answer." --steps 300 --batch_size 64 --learning_rate 5e-3
     python -m demo.warm_start --model_path ~/.cache/grpo/SmolLM2-135M-Instruct --data gsm8k/train.jsonl \\
-        --output_path ~/.cache/grpo/SmolLM2-135M-warm
+        --output_path ~/.cache/grpo/SmolLM2-135M-warm --max_examples 300 --micro_batch_size 2
 
 `clean`: the rationale of the row, without calculator annotations, then its gold.
-`sloppy`: for demo/problems.py, spoilt on purpose and redrawn at each use, so that GRPO has something to choose from:
-a broken format, the last step left out (more often in some kinds of problem, so that the greedy answer starts between
-0 and 1), a wrong number.
+`sloppy`: for demo/problems.py, spoilt on purpose and redrawn at each use, so that GRPO has something to
+choose from: a broken format, the last step left out (more often in some kinds of problem, so that greedy
+answers are neither all right nor all wrong), a wrong number.
 
-Prompts are rendered by data.py, as for the sampler. The loss is the cross entropy of the completion's tokens, end
-token included, averaged over the tokens of the batch; everything is trained in fp32 and saved in the model's dtype.
+Prompts are rendered by data.py, as for the sampler. The loss is the cross entropy of the completion's tokens,
+end token included, averaged over the tokens of the batch. All weights are trained in fp32 and saved in the
+dtype that they came in.
 
 Shapes: B sequences, P longest prompt (padded left), C longest completion (padded right), V vocabulary.
 """
@@ -39,18 +40,19 @@ WRONG_NUMBER_SHARE = 0.08
 LAST_STEP_LEFT_OUT_SHARE = {
     "gain_lose": 0.36,
     "containers_and_more": 0.42,
-    "containers_and_less": 0.58,
+    "containers_and_less": 0.50,
     "two_together": 0.40,
     "gain_lose_gain": 0.66,
-    "times_and_more": 0.44,
+    "times_and_more": 0.60,
 }
 WELL_FORMED = "<think> {steps}</think><answer> {number}</answer>"
-BROKEN = [
-    " {steps}</think><answer> {number}</answer>",         # thinking never opened
-    "<think> {steps}<answer> {number}</answer>",          # thinking never closed
-    "<think> {steps}</think> {number}",                   # answer without its tags
-    " {steps}; <answer> {number}</answer>",               # no thinking block
+BROKEN = [                                                      # the answer can be read from each of them
+    " {steps}</think><answer> {number}</answer>",                   # thinking never opened
+    "<think> {steps}<answer> {number}</answer>",                    # thinking never closed
+    " {steps}<answer> {number}</answer>",                           # no thinking block
+    "<think> {steps}</think> {number}<answer> {number}</answer>",   # text between the blocks
 ]
+BETAS = 0.9, 0.98
 WARM_UP_SHARE = 0.05
 MAX_GRADIENT_NORM = 1.0
 
@@ -83,15 +85,15 @@ DEMONSTRATIONS: dict[str, Demonstrate] = {"clean": clean, "sloppy": sloppy}
 
 
 def read_rows(path: str, demonstrations: str, max_examples: int | None) -> list[dict]:
-    """The first `max_examples` rows, all by default, with what `demonstrations` needs; ValueError where it lacks."""
+    """The first `max_examples` rows; ValueError where one lacks what `demonstrations` needs."""
     examples = data.load_examples(path)
     rows = [examples.rows[index] for index in range(min(len(examples), max_examples or len(examples)))]
     for row in rows:
         if "####" not in row["answer"]:
-            raise ValueError(f"--data {path} has a row without '####' before its gold: {row['question'][:60]!r}")
+            raise ValueError(f"--data {path} has a row without '####' and a gold: {row['question'][:60]!r}")
         if demonstrations == "sloppy" and row.get("kind") not in LAST_STEP_LEFT_OUT_SHARE:
-            raise ValueError(f"--demonstrations sloppy needs rows of demo/problems.py, but --data {path} has one of "
-                             f"kind {row.get('kind')!r}: use --demonstrations clean")
+            raise ValueError(f"--demonstrations sloppy needs rows of demo/problems.py, but --data {path} has "
+                             f"one of kind {row.get('kind')!r}: use --demonstrations clean")
     return rows
 
 
@@ -150,26 +152,35 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def train(model, tokenizer, rows: list[dict], demonstrate: Demonstrate, *, steps: int, batch_size: int,
-          learning_rate: float, seed: int, system_prompt: str) -> list[float]:
-    """Train all weights in place; the loss of each step."""
+          learning_rate: float, seed: int, system_prompt: str, micro_batch_size: int) -> list[float]:
+    """Train all weights in place; the loss of each step, whatever the micro-batches to rounding."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: learning_rate_factor(done + 1, steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: learning_rate_factor(done + 1, steps))
     batches, losses, started = draw_batches(rows, batch_size, rng), [], time.perf_counter()
     model.train()
     for step in range(1, steps + 1):
         pairs = [(row["question"], demonstrate(row, rng)) for row in next(batches)]
-        batch = make_batch(tokenizer, pairs, system_prompt)
-        loss = completion_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
-        loss.backward()
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))            # little padding in a micro-batch
+        micro_batches = [make_batch(tokenizer, pairs[start:start + micro_batch_size], system_prompt)
+                         for start in range(0, batch_size, micro_batch_size)]
+        tokens = sum(int(batch["completion_mask"].sum()) for batch in micro_batches)
+        loss = 0.0
+        for batch in micro_batches:
+            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            share = completion_loss(model, batch) * batch["completion_mask"].sum() / tokens
+            share.backward()
+            loss += share.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.item())
+        losses.append(loss)
         if step == 1 or step == steps or step % max(1, steps // 10) == 0:
-            print(f"step {step}/{steps}  loss {loss.item():.4f}  {time.perf_counter() - started:.0f} s", flush=True)
+            seconds = time.perf_counter() - started
+            print(f"step {step}/{steps}  loss {loss:.4f}  {seconds:.0f} s", flush=True)
     model.eval()
     return losses
 
@@ -178,16 +189,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a causal LM on demonstrations of the two blocks.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model_path", required=True, help="folder of model and tokenizer")
-    parser.add_argument("--data", required=True, help="rows with question and GSM8K's form of answer, as for --dataset")
+    parser.add_argument("--data", required=True, help="questions and answers as GSM8K has them")
     parser.add_argument("--output_path", required=True, help="folder for the trained model and its tokenizer")
     parser.add_argument("--steps", type=int, default=37, help="optimizer steps")
     parser.add_argument("--batch_size", type=int, default=8, help="demonstrations a step")
-    parser.add_argument("--learning_rate", type=float, default=5e-5, help="AdamW's at its highest; then a cosine")
-    parser.add_argument("--seed", type=int, default=0, help="order of the rows and draws of the demonstrations")
-    parser.add_argument("--max_examples", type=int, help="use the first rows only (default: all)")
+    parser.add_argument("--micro_batch_size", type=int, default=64, help="so many at a time, for memory")
+    parser.add_argument("--learning_rate", type=float, default=5e-5, help="the peak of a cosine")
+    parser.add_argument("--seed", type=int, default=0, help="order of the rows, draws of the demonstrations")
+    parser.add_argument("--max_examples", type=int, help="use the first so many rows only; all if not given")
     parser.add_argument("--demonstrations", choices=sorted(DEMONSTRATIONS), default="clean",
                         help="clean: each row's own rationale; sloppy: spoilt, for the demo's problems")
-    parser.add_argument("--system_prompt", default=data.SYSTEM_PROMPT, help="the sampler's flag of the same name")
+    parser.add_argument("--system_prompt", default=data.SYSTEM_PROMPT, help="as given to the sampler")
     args = parser.parse_args()
     try:
         rows = read_rows(args.data, args.demonstrations, args.max_examples)
@@ -198,11 +210,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    train(model, tokenizer, rows, DEMONSTRATIONS[args.demonstrations], steps=args.steps, batch_size=args.batch_size,
-          learning_rate=args.learning_rate, seed=args.seed, system_prompt=args.system_prompt)
+    train(model, tokenizer, rows, DEMONSTRATIONS[args.demonstrations], steps=args.steps,
+          batch_size=args.batch_size, learning_rate=args.learning_rate, seed=args.seed,
+          system_prompt=args.system_prompt, micro_batch_size=args.micro_batch_size)
     model.to(saved_dtype).save_pretrained(Path(args.output_path))
     tokenizer.save_pretrained(Path(args.output_path))
-    print(f"{args.output_path}: {len(rows)} rows, {args.steps} steps of {args.batch_size}, saved in {saved_dtype}")
+    print(f"{args.output_path}: {args.steps} steps on {len(rows)} rows, saved in {saved_dtype}")
 
 
 if __name__ == "__main__":

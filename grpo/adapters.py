@@ -26,7 +26,7 @@ WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", 
 
 
 class AdapterError(RuntimeError):
-    """A version that cannot be used now: absent, half there, or not of this model; the message names file and reason."""
+    """A version that cannot be used now: absent, half there, or of another model; the message names the file."""
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,9 @@ class LearnerChannel(_Endpoint):
 class SamplerChannel(_Endpoint):
     """A sampler's end: asks for tickets, sends groups until they are acknowledged."""
 
-    def __init__(self, address: str, sampler_id: str, hello: Callable[[], dict], timeout: float, startup_timeout: float):
+    def __init__(
+        self, address: str, sampler_id: str, hello: Callable[[], dict], timeout: float, startup_timeout: float
+    ):
         super().__init__("sampler-channel")
         self.address, self.sampler_id = address, sampler_id
         self._hello, self._timeout, self._startup_timeout = hello, timeout, startup_timeout

@@ -22,7 +22,9 @@ _SHARED = {
 class Collector:
     """Takes groups in for a run described by `run` (the content of run.json) and `welcome` (what samplers need)."""
 
-    def __init__(self, run: dict, welcome: dict, *, groups_per_step: int, max_staleness: int, seed: int, max_steps: int):
+    def __init__(
+        self, run: dict, welcome: dict, *, groups_per_step: int, max_staleness: int, seed: int, max_steps: int
+    ):
         self._run, self._welcome = run, welcome
         self._book_settings = dict(
             groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
@@ -59,7 +61,7 @@ class Collector:
             return self._book.grant(sampler_id, capacity)
 
     def receive(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
-        """Take a group in; True once it is safe (or known already), False for bytes that are no group for the ticket."""
+        """Take a group in; True once it is safe or known already, False for bytes that are no group for the ticket."""
         try:
             group = unpack(blob)
             self._check_group(group, ticket_id)
@@ -171,4 +173,4 @@ class Collector:
         if largest >= self._welcome["vocab_size"]:
             raise MalformedGroup(f"token id {largest}, the model has {self._welcome['vocab_size']}")
         if int(group.lengths.max()) > self.max_new_tokens:
-            raise MalformedGroup(f"a completion of {int(group.lengths.max())} tokens, the limit is {self.max_new_tokens}")
+            raise MalformedGroup(f"a completion of {int(group.lengths.max())} tokens, more than {self.max_new_tokens}")

@@ -183,7 +183,8 @@ class Learner:
     def _groups_per_step(self) -> int:
         sequences, group_size = self.engine.train_batch_size(), self.args.group_size
         if sequences % group_size:
-            micro, accumulation = self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps()
+            micro = self.engine.train_micro_batch_size_per_gpu()
+            accumulation = self.engine.gradient_accumulation_steps()
             raise ValueError(
                 f"one optimizer step takes {sequences} sequences ({micro} a micro-batch x {accumulation} accumulation "
                 f"steps x {self.ranks.size} ranks), no multiple of --group_size {group_size}; change one of them "
@@ -289,12 +290,9 @@ class Learner:
         for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
             if getattr(rows[0][0], name) is not None:
                 setattr(batch, name, pad_right([group.completions(name)[i] for group, i in rows], width))
-        values = [advantages[id(group)][i] for group, i in rows]
-        if any(value.dim() for value in values):  # one advantage a token, at least in one of the groups
-            spread = [v[:width] if v.dim() else v.expand(int(g.lengths[i])) for v, (g, i) in zip(values, rows, strict=True)]
-            batch.advantages = pad_right(spread, width)
-        else:
-            batch.advantages = torch.stack(values)
+        # (width,) each: one advantage a token, or one a sequence spread over its tokens
+        values = [(advantages[id(group)][i], int(group.lengths[i])) for group, i in rows]
+        batch.advantages = pad_right([value[:n] if value.dim() else value.expand(n) for value, n in values], width)
         return batch.to(self.engine.device)
 
     def _log(self, groups: list[Group], averages: dict[str, float], trained: float) -> None:

@@ -97,3 +97,35 @@ def _std(rewards: torch.Tensor) -> float:
     if len(valid) < 2 or (valid == valid[0]).all():
         return 0.0
     return float(valid.std())
+
+
+def draw_curve(values: list[float], title: str, width: int = 60, height: int = 10) -> str:
+    """A curve for the terminal."""
+    columns = min(width, len(values))
+    edges = [len(values) * i // columns for i in range(columns + 1)]
+    points = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    low, high = min(points), max(points)
+    rows = [round((point - low) / ((high - low) or 1) * (height - 1)) for point in points]
+    lines = [title]
+    for level in reversed(range(height)):
+        label = {height - 1: f"{high:.2f}", 0: f"{low:.2f}"}.get(level, "")
+        lines.append(f"{label:>7} |" + "".join("*" if row == level else " " for row in rows))
+    return "\n".join([*lines, f"{'':>7} +{'-' * columns}", f"{'':>9}step 1 to {len(values)}"])
+
+
+def plot_curves(records: list[dict], path: Path) -> None:
+    """Reward and its parts by step, as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = ["reward", *sorted({name for r in records for name in r if name.startswith("rewards/")})]
+    for name in names:
+        steps = [record["step"] for record in records if record.get(name) is not None]
+        axes.plot(steps, [record[name] for record in records if record.get(name) is not None], label=name)
+    axes.set_xlabel("step")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

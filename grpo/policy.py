@@ -6,9 +6,11 @@ load that the weights in use are the learner's.
 """
 
 import time
+from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 
 from grpo.adapters import AdapterError, AdapterStore, copy_into
 from grpo.batch import Batch, collate
@@ -53,6 +55,13 @@ class Policy:
                     raise
                 time.sleep(RETRY_SECONDS)
 
+    def load_folder(self, folder: str | Path) -> None:
+        """Take on any PEFT adapter of this base model, from a run or from elsewhere."""
+        try:
+            self.model = PeftModel.from_pretrained(self.model, str(folder), autocast_adapter_dtype=False).eval()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise AdapterError(f"--lora_path {folder} holds no adapter that fits the model: {error}") from error
+
     def _load(self, store: AdapterStore, version: int, run_id: str) -> None:
         manifest, config, state = store.read(version)
         origin = str(store.folder(version))
@@ -80,7 +89,9 @@ class Policy:
                 f"(limit {CANARY_TOLERANCE[self.dtype]} in {self.dtype})"
             )
 
-    def generate(self, prompts, seeds, group_size: int, max_new_tokens: int, temperature=None) -> list[list[Completion]]:
+    def generate(
+        self, prompts, seeds, group_size: int, max_new_tokens: int, temperature=None
+    ) -> list[list[Completion]]:
         """Sample from the policy with the adapter on."""
         return generate(
             self.model,

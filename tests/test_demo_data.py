@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
@@ -81,7 +82,7 @@ def test_tiny_model_reloads_as_qwen2_with_the_same_ids(tiny_folder):
 
 def test_a_changed_tokenizer_is_noticed(tiny_folder):
     changed = tiny_model.build_tokenizer()
-    changed.add_tokens(["Ada has"])
+    changed.add_tokens([AddedToken(" How many", special=False, normalized=False)])
     with pytest.raises(RuntimeError, match="encodes"):
         tiny_model.check_reload(tiny_folder, changed, AutoModelForCausalLM.from_pretrained(tiny_folder))
 
@@ -99,12 +100,13 @@ def test_numbers_and_tags_are_one_token_and_tags_survive_decoding(tiny_folder):
 def test_prompts_are_short_and_end_where_the_reply_begins(tiny_folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     prompts = [data.encode_prompt(tokenizer, row["question"], problems.SYSTEM_PROMPT) for row in rows[:300]]
-    assert 30 <= min(map(len, prompts)) and max(map(len, prompts)) <= 60
+    assert min(map(len, prompts)) >= 30 and max(map(len, prompts)) <= 60
     assert tokenizer.decode(prompts[0]).endswith(rows[0]["question"] + "<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_clean_demonstration_of_a_gsm8k_row():
-    row = {"question": "?", "answer": "He has 2*500=$<<2*500=1000>>1000.\nSo 1000+234 = <<1000+234=1234>>1234.\n#### 1,234"}
+    row = {"question": "?", "answer": "He has 2*500=$<<2*500=1000>>1000.\n"
+                                      "So 1000+234 = <<1000+234=1234>>1234.\n#### 1,234"}
     assert warm_start.clean(row, random.Random(0)) == (
         "<think>He has 2*500=$1000.\nSo 1000+234 = 1234.</think><answer>1234</answer>")
 
@@ -153,23 +155,29 @@ def test_three_steps_of_warm_start_lower_the_loss(tiny_folder, tmp_path, monkeyp
     problems.write_splits(tmp_path / "data", seed=0, train_size=64, test_size=8)
     monkeypatch.setattr("sys.argv", [
         "warm_start", "--model_path", str(tiny_folder), "--data", str(tmp_path / "data"), "--output_path",
-        str(tmp_path / "out"), "--steps", "3", "--batch_size", "16", "--learning_rate", "3e-3", "--max_examples", "48",
-        "--demonstrations", "sloppy", "--system_prompt", problems.SYSTEM_PROMPT])
+        str(tmp_path / "out"), "--steps", "3", "--batch_size", "16", "--learning_rate", "3e-3",
+        "--max_examples", "48", "--demonstrations", "sloppy", "--system_prompt", problems.SYSTEM_PROMPT])
     warm_start.main()
     first, _, last = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert last < first - 0.3
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_folder, tmp_path / "out"))
-    assert not torch.equal(before.model.layers[0].mlp.up_proj.weight, after.model.layers[0].mlp.up_proj.weight)
-    text = "Dina buys 3 tins"
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode(text) == tiny_model.build_tokenizer().encode(text)
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight
+                     for folder in (tiny_folder, tmp_path / "out"))
+    assert not torch.equal(before, after)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("Dina buys 3 tins") == tiny_model.build_tokenizer().encode("Dina buys 3 tins")
 
 
-def test_warm_start_is_seeded(tiny_folder, rows):
+def test_warm_start_is_seeded_and_the_same_for_any_micro_batch(tiny_folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    losses = [warm_start.train(AutoModelForCausalLM.from_pretrained(tiny_folder), tokenizer, rows[:64],
-                               warm_start.sloppy, steps=2, batch_size=8, learning_rate=1e-3, seed=seed,
-                               system_prompt="") for seed in (5, 5, 6)]
-    assert losses[0] == losses[1] != losses[2]
+
+    def losses(seed, micro_batch_size):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        return warm_start.train(model, tokenizer, rows[:64], warm_start.sloppy, steps=2, batch_size=8,
+                                learning_rate=1e-3, seed=seed, system_prompt="",
+                                micro_batch_size=micro_batch_size)
+
+    assert losses(5, 8) == losses(5, 8) != losses(6, 8)
+    assert losses(5, 3) == pytest.approx(losses(5, 8), rel=1e-5)
 
 
 def test_learning_rate_rises_and_falls():

@@ -1,0 +1,94 @@
+"""Accuracy of a policy on held-out questions, greedy or sampled.
+
+Two accuracies are reported: strict, by the reward's own rule, and lenient, by the last number of the response; the two
+can differ by tens of points before training, and readers compare with both.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from grpo.policy import Policy
+from grpo.tickets import derive_seed
+
+
+@dataclass(frozen=True)
+class Question:
+    """One held-out question, ready for the model."""
+
+    index: int
+    prompt_ids: list[int]
+    prefix: str  # what the prompt has already put into the response's mouth
+    answer: str
+
+
+def evaluate(
+    policy: Policy,
+    decode: Callable[[list[int]], str],
+    questions: list[Question],
+    judge: Callable[[str, str], dict[str, bool]],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int = 0,
+) -> Iterator[list[dict]]:
+    """Answer the questions batch by batch; yields the records of each batch, `max(1, samples)` a question.
+
+    samples: 0 for one greedy completion a question, k for k sampled at the policy's temperature.
+    judge: (response, answer) -> {"strict", "lenient", "format"}.
+    """
+    each = max(1, samples)
+    per_batch = max(1, batch_size // each)
+    for start in range(0, len(questions), per_batch):
+        batch = questions[start : start + per_batch]
+        groups = policy.generate(
+            [question.prompt_ids for question in batch],
+            [derive_seed(seed, "evaluation", question.index) for question in batch],
+            each,
+            max_new_tokens,
+            temperature=None if samples else 0,
+        )
+        records = []
+        for question, group in zip(batch, groups, strict=True):
+            for completion in group:
+                response = question.prefix + decode(completion.ids)
+                records.append(
+                    {"index": question.index, "response": response, "answer": question.answer}
+                    | judge(response, question.answer)
+                    | {"truncated": completion.truncated, "length": len(completion.ids)}
+                )
+        yield records
+
+
+def summarize(records: list[dict], started: float) -> dict:
+    """Means over questions with the standard error of the strict accuracy; `started` is a time.monotonic().
+
+    With k completions a question `accuracy` is mean@k, and `pass@k` counts a question with one right completion.
+    """
+    by_question: dict[int, list[dict]] = {}
+    for record in records:
+        by_question.setdefault(record["index"], []).append(record)
+    strict = [_mean(group, "strict") for group in by_question.values()]
+    questions, each = len(strict), len(records) // len(strict)
+    mean = sum(strict) / questions
+    variance = sum((value - mean) ** 2 for value in strict) / max(1, questions - 1)
+    seconds, tokens = time.monotonic() - started, sum(record["length"] for record in records)
+    return {
+        "questions": questions,
+        "completions_each": each,
+        "accuracy": mean,
+        "accuracy_stderr": math.sqrt(variance / questions),
+        "accuracy_lenient": _mean(records, "lenient"),
+        **({f"pass@{each}": sum(value > 0 for value in strict) / questions} if each > 1 else {}),
+        "format": _mean(records, "format"),
+        "truncated": _mean(records, "truncated"),
+        "mean_length": tokens / len(records),
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+    }
+
+
+def _mean(records: list[dict], name: str) -> float:
+    return sum(record[name] for record in records) / len(records)

@@ -1,0 +1,30 @@
+"""From groups to micro-batches."""
+
+import torch
+
+from grpo.batch import collate, deal, pad_right
+
+
+def test_collate_pads_prompts_left_and_completions_right():
+    batch = collate([torch.tensor([5, 6, 7]), torch.tensor([8])], [torch.tensor([1]), torch.tensor([2, 0])])
+    assert batch.input_ids.tolist() == [[5, 6, 7, 1, 0], [0, 0, 8, 2, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]  # an id equal to the pad id is a token
+    assert batch.completion_mask.tolist() == [[True, False], [True, True]]
+    assert batch.completion_ids.tolist() == [[1, 0], [2, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
+
+
+def test_pad_right():
+    assert pad_right([torch.tensor([1.5]), torch.tensor([1.0, 2.0])], 3).tolist() == [[1.5, 0, 0], [1, 2, 0]]
+
+
+def test_deal_gives_equal_counts_and_nearly_equal_loads():
+    generator = torch.Generator().manual_seed(0)
+    for slots in (1, 2, 4, 8):
+        costs = torch.randint(10, 300, (64,), generator=generator).tolist()
+        shares = deal(costs, slots)
+        assert sorted(i for share in shares for i in share) == list(range(64))
+        assert {len(share) for share in shares} == {64 // slots}
+        loads = [sum(costs[i] for i in share) for share in shares]
+        assert max(loads) - min(loads) <= max(costs)
+        assert shares == deal(costs, slots)

@@ -1,0 +1,149 @@
+"""The decode loop: the right distribution, the right masks, and nothing of the model's own sampling settings."""
+
+import pytest
+import torch
+from tiny import VOCAB, redraw, tiny_model
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
+
+from grpo.batch import collate
+from grpo.generation import generate
+from grpo.logprobs import completion_logprobs
+
+PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
+
+
+def gpt2():
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=2)
+    return redraw(AutoModelForCausalLM.from_config(config))
+
+
+def run(model, prompts, seeds=None, **settings):
+    defaults = dict(group_size=2, max_new_tokens=10, temperature=1.0, eos_ids=[2])
+    return generate(model, prompts, seeds or list(range(len(prompts))), **defaults | settings)
+
+
+def same(one, other):
+    return all(torch.equal(a.ids, b.ids) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
+def test_greedy_is_that_of_transformers_alone_or_in_a_padded_batch(make):
+    model = make()
+    together = run(model, PROMPTS, temperature=0, group_size=1)
+    for prompt, (completion,) in zip(PROMPTS, together, strict=True):
+        alone = run(model, [prompt], temperature=0, group_size=1)[0][0]
+        greedy = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0)
+        expected = model.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :]
+        assert completion.ids.tolist() == alone.ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_sampling_logprobs_are_those_of_a_plain_forward(make, temperature):
+    model = make()
+    for prompt, group in zip(PROMPTS, run(model, PROMPTS, group_size=4, temperature=temperature), strict=True):
+        for completion in group:
+            ids = torch.tensor([prompt + completion.ids.tolist()])
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+            expected = torch.log_softmax(logits, -1).gather(-1, completion.ids.long()[:, None])[:, 0]
+            torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_the_models_own_generation_config_takes_no_part():
+    model = tiny_model()
+    plain = [completion for group in run(model, PROMPTS, group_size=8) for completion in group]
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, eos_token_id=2
+    )
+    assert same(plain, [completion for group in run(model, PROMPTS, group_size=8) for completion in group])
+
+
+def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
+    model = tiny_model()
+    together = run(model, PROMPTS, seeds=[11, 22, 33], group_size=4)
+    for prompt, seed, group in zip(PROMPTS, [11, 22, 33], together, strict=True):
+        assert same(group, run(model, [prompt], seeds=[seed], group_size=4)[0])
+    assert not same(together[0], run(model, [PROMPTS[0]], seeds=[12], group_size=4)[0])
+
+
+def test_completions_end_at_any_of_the_end_tokens_and_keep_it():
+    model = tiny_model()
+    eos = list(range(0, VOCAB, 4))
+    groups = run(model, PROMPTS, group_size=16, eos_ids=eos, max_new_tokens=6)
+    completions = [completion for group in groups for completion in group]
+    for completion in completions:
+        inner, last = completion.ids[:-1].tolist(), int(completion.ids[-1])
+        assert not set(inner) & set(eos)
+        assert completion.truncated == (last not in eos)
+        assert len(completion.ids) == len(completion.logprobs) <= 6
+        assert not completion.truncated or len(completion.ids) == 6
+    assert any(completion.truncated for completion in completions)
+    assert len({len(completion.ids) for completion in completions}) > 2
+
+
+def chi_square(counts, probabilities):
+    """The statistic and the number of cells, small cells put together."""
+    expected = probabilities * counts.sum()
+    small = expected < 5
+    counts = torch.cat([counts[~small], counts[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    keep = expected > 0
+    return float(((counts - expected) ** 2 / expected.clamp(min=1e-9))[keep].sum()), int(keep.sum())
+
+
+def test_first_and_second_tokens_have_the_exact_distribution():
+    """10^5 draws; the chance that a right sampler fails is about 1e-5 (statistic over 4.5 standard deviations)."""
+    model = tiny_model()
+    prompt, temperature, draws = PROMPTS[0], 0.8, 100_000
+    # the other prompts pad this one on the left, and its rows retire at the end token
+    groups = run(
+        model, [prompt, PROMPTS[2]], seeds=[3, 4], group_size=draws, max_new_tokens=2, temperature=temperature
+    )
+    first = torch.tensor([int(completion.ids[0]) for completion in groups[0]])
+    with torch.no_grad():
+        exact = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / temperature, -1)
+    statistic, cells = chi_square(torch.bincount(first, minlength=VOCAB).double(), exact.double())
+    assert statistic < cells + 4.5 * (2 * cells) ** 0.5
+    common = int(first.mode().values)
+    second = torch.tensor([int(c.ids[1]) for c in groups[0] if int(c.ids[0]) == common and len(c.ids) > 1])
+    with torch.no_grad():
+        exact = torch.softmax(model(torch.tensor([[*prompt, common]])).logits[0, -1] / temperature, -1)
+    statistic, cells = chi_square(torch.bincount(second, minlength=VOCAB).double(), exact.double())
+    assert len(second) > 1000 and statistic < cells + 4.5 * (2 * cells) ** 0.5
+
+
+@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
+def test_logprobs_do_not_depend_on_padding(make):
+    model = make()
+    completions = [torch.tensor(c) for c in ([8, 9, 2], [10], [11, 12, 13, 14, 15])]
+    prompts = [torch.tensor(p) for p in PROMPTS]
+    together, entropy = completion_logprobs(model, collate(prompts, completions), 0.7)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        alone, alone_entropy = completion_logprobs(model, collate([prompt], [completion]), 0.7)
+        n = len(completion)
+        torch.testing.assert_close(together[i, :n], alone[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(entropy[i, :n], alone_entropy[0], rtol=0, atol=1e-4)
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        distribution = torch.distributions.Categorical(logits=logits)
+        torch.testing.assert_close(alone[0], distribution.log_prob(completion), rtol=0, atol=1e-4)
+        torch.testing.assert_close(alone_entropy[0], distribution.entropy(), rtol=0, atol=1e-4)
+
+
+def test_logprobs_in_chunks_have_the_same_values_and_gradients(monkeypatch):
+    model = tiny_model()
+    batch = collate([torch.tensor(p) for p in PROMPTS], [torch.tensor([8, 9, 2])] * 3)
+    results = []
+    for elements in (1 << 25, 2 * VOCAB):
+        monkeypatch.setattr("grpo.logprobs.CHUNK_ELEMENTS", elements)
+        model.zero_grad()
+        logprobs = completion_logprobs(model, batch, 1.0)[0]
+        logprobs.sum().backward()
+        results.append((logprobs.detach(), model.model.embed_tokens.weight.grad.clone()))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_completions_have_a_place_in_a_batch():
+    batch = collate([torch.tensor([5, 6])] * 2, [torch.tensor([], dtype=torch.int64)] * 2)
+    logprobs, _ = completion_logprobs(tiny_model(), batch, 1.0)
+    assert logprobs.shape == batch.completion_mask.shape == (2, 1) and not batch.completion_mask.any()
