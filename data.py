@@ -140,7 +140,7 @@ class JsonLines:
 
     def __init__(self, path):
         self.source = str(path)
-        self.file = open(path, "rb")    # noqa: SIM115 - stays open for os.pread
+        self.file = open(path, "rb")
         self.offsets = array("Q")       # where each row starts, and where the last one ends
         position = 0
         for line in self.file:          # a binary file splits at \n alone; questions contain U+2028

@@ -141,8 +141,9 @@ class Sampler:
         started = time.monotonic()
         prompt = torch.tensor(prompt_ids, dtype=torch.int32)
         ids = [completion.ids for completion in completions]
-        batch = collate([prompt] * len(ids), ids)
-        old = self.policy.logprobs(batch)  # (G, C)
+        batch = collate([prompt], ids)
+        sampling = torch.cat([completion.logprobs for completion in completions])  # (N,)
+        old = sampling if self.args.old_logprobs == "sampled" else self.policy.logprobs(batch)
         ref = self.policy.reference_logprobs(batch) if self.welcome["needs_reference"] else None
         scored = time.monotonic()
         rewards, components, steps = self.rewards(ticket.prompt_index, prompt_ids, ids)
@@ -158,9 +159,9 @@ class Sampler:
             completion_ids=torch.cat(ids),
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
             truncated=torch.tensor([completion.truncated for completion in completions]),
-            sampling_logprobs=torch.cat([completion.logprobs for completion in completions]),
-            old_logprobs=old[batch.completion_mask],  # row after row, so in the order of completion_ids: (N,)
-            ref_logprobs=None if ref is None else ref[batch.completion_mask],
+            sampling_logprobs=sampling,
+            old_logprobs=old,
+            ref_logprobs=ref,
             rewards=rewards,
             components=components,
             **steps,
@@ -242,7 +243,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the learner's must agree")
     add("--lora_path", default="./checkpoints", help="adapter folder: the learner's --save_path")
     add("--batch_size", type=int, default=8, help="completions decoded at a time, a multiple of the group size")
-    add("--max_new_tokens", type=int, default=256, help="longest completion; a longer one is cut and counts as truncated")
+    add("--max_new_tokens", type=int, default=256, help="completions are cut at this length")
     add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu")
     add("--port", type=int, default=5555, help="the learner's port")
     add("--host", default="127.0.0.1", help="the learner's address")
@@ -252,6 +253,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####)")
     add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")
     add("--max_prompt_length", type=int, default=1024, help="a longer prompt (in tokens) is dropped and counted")
+    add("--old_logprobs", choices=("scored", "sampled"), default="scored", help="scored: by the learner's own forward "
+        "function; sampled: the decoder's, which saves a pass and is exact in float32 only")  # fmt: skip
     add("--timeout", type=float, default=300, help="seconds without a sign of life from the learner before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the learner at the start")
     add("--adapter_timeout", type=float, default=120, help="seconds to wait for a usable adapter version")

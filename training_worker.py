@@ -25,6 +25,7 @@ from grpo.learner import Learner, StepData
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means
 from grpo.models import ModelNotFound, quiet_libraries
+from grpo.rollout import Group
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 
 LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils.py
@@ -36,27 +37,33 @@ def main() -> None:
     quiet_libraries()
     learner = Learner(args, needs_reference=beta(args) > 0)
     for groups in learner.steps():  # o_1 .. o_G ~ pi_old for each prompt of the batch
-        data = learner.prepare(groups, advantages(groups, args), LOSS.denominator)  # A_1 .. A_G
-        means = Means()
-        for _ in range(args.num_iterations):  # mu updates on the batch
-            for batch in data.micro_batches:
-                logprobs, entropy = completion_logprobs(learner.engine, batch, args.temperature)  # log pi_theta
-                loss, metrics = LOSS(
-                    logprobs,
-                    batch.old_logprobs,
-                    batch.ref_logprobs,
-                    batch.advantages,
-                    batch.completion_mask,
-                    **loss_settings(args, data, batch),
-                )
-                learner.engine.backward(loss * data.loss_scale)
-                learner.engine.step()  # at the last micro-batch: pi_theta <- pi_theta - lr * gradient
-                means.add(metrics | diagnostics(batch, data, loss, entropy))
+        means = update(learner, groups, args)  # pi_theta <- GRPO(pi_theta, groups)
         learner.finish_step(groups, means)  # publish the adapter: pi_old <- pi_theta
     learner.close()
 
 
-def advantages(groups: list, args: argparse.Namespace) -> list[torch.Tensor]:
+def update(learner: Learner, groups: list[Group], args: argparse.Namespace) -> Means:
+    """The optimizer steps on one batch of groups; returns the metrics of this rank."""
+    data = learner.prepare(groups, advantages(groups, args), LOSS.denominator)  # A_1 .. A_G
+    means = Means()
+    for _ in range(args.num_iterations):  # mu
+        for batch in data.micro_batches:
+            logprobs, entropy = completion_logprobs(learner.engine, batch, args.temperature)  # log pi_theta
+            loss, metrics = LOSS(
+                logprobs,
+                batch.old_logprobs,
+                batch.ref_logprobs,
+                batch.advantages,
+                batch.completion_mask,
+                **loss_settings(args, data, batch),
+            )
+            learner.engine.backward(loss * data.loss_scale)
+            learner.engine.step()  # at the last micro-batch: pi_theta <- pi_theta - lr * gradient
+            means.add(metrics | diagnostics(batch, data, loss, entropy))
+    return means
+
+
+def advantages(groups: list[Group], args: argparse.Namespace) -> list[torch.Tensor]:
     """Each group's advantages: (G,) by outcome, or (G, C) where reward_function gave process rewards."""
     result = []
     for group in groups:
@@ -134,6 +141,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("max_steps", "max_staleness"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
+    if not 0 < args.port < 65536:
+        parser.error(f"--port is {args.port}, it must be from 1 to 65535")
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature}, it must be above 0")
     if args.beta is not None and args.beta < 0:

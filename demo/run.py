@@ -149,15 +149,16 @@ def train(model: Path, problems: Path, run: Path, folder: Path, args: argparse.N
 def wait(workers: dict[str, subprocess.Popen], folder: Path) -> None:
     """Until both have ended well; one that fails ends the demo."""
     deadline = time.monotonic() + LIMIT_SECONDS
+    where = f"the sampler's log is {folder / 'sampler.log'}"
     while any(process.poll() is None for process in workers.values()):
         for name, process in workers.items():
             if process.poll():
-                sys.exit(f"demo: the {name} ended with code {process.poll()}; the sampler's log: {folder / 'sampler.log'}")
+                sys.exit(f"demo: the {name} ended with code {process.poll()}; {where}")
         if time.monotonic() > deadline:
-            sys.exit(f"demo: not done after {LIMIT_SECONDS} s; the sampler's log is {folder / 'sampler.log'}")
+            sys.exit(f"demo: not done after {LIMIT_SECONDS} s; {where}")
         time.sleep(0.2)
     if any(process.returncode for process in workers.values()):
-        sys.exit(f"demo: a worker failed; the sampler's log: {folder / 'sampler.log'}")
+        sys.exit(f"demo: a worker failed; {where}")
 
 
 def worker_environment() -> dict[str, str]:

@@ -1,9 +1,10 @@
 """From the Groups of one optimizer step to each rank's micro-batches.
 
-Layout of a micro-batch: prompts are padded on the left and completions on the right, so that all completions start in
-the same column. Padding is told apart by position only, never by token id: any id may be the pad id.
+Layout of a micro-batch: prompts padded on the left and completions on the right, so that all completions start in the
+same column. Padding is told apart by position only, never by token id: any id may be the pad id. Each prompt is held
+once for all its completions in the micro-batch.
 
-Shapes: B sequences, P longest prompt, C longest completion, T = P + C.
+Shapes: Q prompts, B sequences, B / Q completions of each prompt, P longest prompt, C longest completion.
 """
 
 from dataclasses import dataclass, fields
@@ -17,23 +18,20 @@ PAD_ID = 0  # any valid id does: padded positions are masked by position
 class Batch:
     """B sequences ready for the model, with what the loss needs about each completion token."""
 
-    input_ids: torch.Tensor  # (B, T) int64
-    attention_mask: torch.Tensor  # (B, T) int64, 1 on prompt and completion tokens
-    completion_mask: torch.Tensor  # (B, C) bool
+    prompt_ids: torch.Tensor  # (Q, P) int64
+    prompt_mask: torch.Tensor  # (Q, P) int64, 1 on prompt tokens
+    completion_ids: torch.Tensor  # (B, C) int64; row i continues prompt i * Q // B
+    present: torch.Tensor  # (B, C) int64, 1 on completion tokens
+    completion_mask: torch.Tensor  # (B, C) bool, the completion tokens that the loss counts
     old_logprobs: torch.Tensor | None = None  # (B, C) float32
     ref_logprobs: torch.Tensor | None = None  # (B, C) float32
     sampling_logprobs: torch.Tensor | None = None  # (B, C) float32
-    advantages: torch.Tensor | None = None  # (B,) or (B, C) float32
+    advantages: torch.Tensor | None = None  # (B, C) float32
 
     @property
-    def completion_ids(self) -> torch.Tensor:
-        """(B, C)"""
-        return self.input_ids[:, -self.completion_mask.shape[1] :]
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """(B, T), counted from the first real token, whatever the padding before it."""
-        return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
+    def rows_per_prompt(self) -> int:
+        """B / Q."""
+        return len(self.completion_ids) // len(self.prompt_ids)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
@@ -50,25 +48,26 @@ def pad_right(rows: list[torch.Tensor], width: int, value: float = 0) -> torch.T
 
 
 def collate(prompts: list[torch.Tensor], completions: list[torch.Tensor]) -> Batch:
-    """Sequences as a Batch, one prompt for each completion; both are lists of 1-D id tensors."""
-    prompt_width = max(len(prompt) for prompt in prompts)
+    """Q prompts and B completions, B / Q of each prompt one after another, as a Batch; all are 1-D id tensors."""
+    assert len(completions) % len(prompts) == 0, f"{len(completions)} completions of {len(prompts)} prompts"
     width = max(1, *(len(completion) for completion in completions))  # a column stays even if all are empty
-    input_ids = torch.full((len(prompts), prompt_width + width), PAD_ID, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start, end = prompt_width - len(prompt), prompt_width + len(completion)
-        input_ids[i, start:prompt_width], input_ids[i, prompt_width:end] = prompt, completion
-        attention_mask[i, start:end] = 1
-    return Batch(input_ids, attention_mask, attention_mask[:, prompt_width:].bool())
+    completion_ids = pad_right([completion.long() for completion in completions], width, PAD_ID)
+    present = pad_right([torch.ones(len(completion), dtype=torch.int64) for completion in completions], width)
+    backwards = [prompt.long().flip(0) for prompt in prompts]
+    longest = max(len(prompt) for prompt in prompts)
+    prompt_ids = pad_right(backwards, longest, PAD_ID).flip(1)
+    prompt_mask = pad_right([torch.ones_like(prompt) for prompt in backwards], longest).flip(1)
+    return Batch(prompt_ids, prompt_mask, completion_ids, present, present.bool())
 
 
 def deal(costs: list[int], slots: int) -> list[list[int]]:
-    """Share out len(costs) sequences over `slots` micro-batches: equal counts, nearly equal sums of cost.
+    """Share out len(costs) items over `slots` micro-batches: equal counts, nearly equal sums of cost.
 
-    The longest go first, each to the lightest slot that still has room. Deterministic, so every rank computes the same.
+    The most costly go first, each to the lightest slot that still has room. Deterministic, so every rank computes the
+    same.
     """
     room = len(costs) // slots
-    assert room * slots == len(costs), f"{len(costs)} sequences cannot be dealt equally to {slots} micro-batches"
+    assert room * slots == len(costs), f"{len(costs)} items cannot be dealt equally to {slots} micro-batches"
     shares: list[list[int]] = [[] for _ in range(slots)]
     loads = [0] * slots
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -4,6 +4,7 @@ Every rank builds a Learner and walks through `steps` together; rank 0 alone has
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,29 @@ class StepData:
     denominator: float  # what the loss divides by: the count over the whole step, all ranks and micro-batches
     loss_scale: float  # DeepSpeed divides by accumulation steps and averages over ranks; this undoes both
     share: float  # one micro-batch's part of the step
+
+
+@dataclass
+class Part:
+    """Some completions of a group, with the advantages of the whole group."""
+
+    group: Group
+    advantages: torch.Tensor  # (G,) or (G, C)
+    rows: range
+
+    @property
+    def tokens(self) -> int:
+        """What the model has to run over: the prompt once, and the completions."""
+        return len(self.group.prompt_ids) + int(self.group.lengths[list(self.rows)].sum())
+
+    def token_advantages(self) -> list[torch.Tensor]:
+        """One advantage for each token of each completion."""
+        pairs = [(self.advantages[i], int(self.group.lengths[i])) for i in self.rows]
+        return [value[:n] if value.dim() else value.expand(n) for value, n in pairs]
+
+
+def _rows(parts: list[Part], name: str) -> list[torch.Tensor]:
+    return [part.group.completions(name)[i] for part in parts for i in part.rows]
 
 
 class Learner:
@@ -85,20 +109,24 @@ class Learner:
             yield groups
 
     def prepare(self, groups: list[Group], advantages: list[torch.Tensor], count: Callable) -> StepData:
-        """This rank's micro-batches: sequences dealt out over ranks and accumulation steps by token count.
+        """This rank's micro-batches: groups, or equal parts of them, dealt out over ranks and accumulation steps.
 
         `advantages` holds (G,) or (G, C) per group; `count(completion_mask, max_new_tokens)` is what the loss is
         divided by, added up over the whole step.
         """
-        rows = [(group, i) for group in groups for i in range(group.size)]
-        masks = [completion_mask(group, self.args.mask_truncated) for group in groups]
         accumulation = self.engine.gradient_accumulation_steps()
-        costs = [len(group.prompt_ids) + int(group.lengths[i]) for group, i in rows]
-        shares = deal(costs, self.ranks.size * accumulation)
+        # as many rows of a group as fit a micro-batch stay together, for they share their prompt
+        size = math.gcd(self.engine.train_micro_batch_size_per_gpu(), groups[0].size)
+        parts = [
+            Part(group, values, range(start, start + size))
+            for group, values in zip(groups, advantages, strict=True)
+            for start in range(0, group.size, size)
+        ]
+        shares = deal([part.tokens for part in parts], self.ranks.size * accumulation)
         mine = shares[self.ranks.rank * accumulation : (self.ranks.rank + 1) * accumulation]
-        by_group = {id(group): values for group, values in zip(groups, advantages, strict=True)}
+        masks = [completion_mask(group, self.args.mask_truncated) for group in groups]
         return StepData(
-            micro_batches=[self._micro_batch([rows[i] for i in share], by_group) for share in mine],
+            micro_batches=[self._micro_batch([parts[i] for i in share]) for share in mine],
             denominator=sum(count(mask, self._max_new_tokens) for mask in masks),
             loss_scale=self.ranks.size * accumulation,
             share=1 / len(shares),
@@ -282,17 +310,16 @@ class Learner:
 
     # -- one step's details ------------------------------------------------------------------------------------
 
-    def _micro_batch(self, rows: list[tuple[Group, int]], advantages: dict[int, torch.Tensor]) -> Batch:
-        batch = collate([group.prompt_ids for group, _ in rows], [group.completions()[i] for group, i in rows])
-        width = batch.completion_mask.shape[1]
+    def _micro_batch(self, parts: list[Part]) -> Batch:
+        batch = collate([part.group.prompt_ids for part in parts], _rows(parts, "completion_ids"))
+        width = batch.completion_ids.shape[1]
         if self.args.mask_truncated:
-            batch.completion_mask &= ~torch.stack([group.truncated[i] for group, i in rows])[:, None]
+            truncated = torch.cat([part.group.truncated[list(part.rows)] for part in parts])
+            batch.completion_mask &= ~truncated[:, None]
         for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
-            if getattr(rows[0][0], name) is not None:
-                setattr(batch, name, pad_right([group.completions(name)[i] for group, i in rows], width))
-        # (width,) each: one advantage a token, or one a sequence spread over its tokens
-        values = [(advantages[id(group)][i], int(group.lengths[i])) for group, i in rows]
-        batch.advantages = pad_right([value[:n] if value.dim() else value.expand(n) for value, n in values], width)
+            if getattr(parts[0].group, name) is not None:
+                setattr(batch, name, pad_right(_rows(parts, name), width))
+        batch.advantages = pad_right([row for part in parts for row in part.token_advantages()], width)
         return batch.to(self.engine.device)
 
     def _log(self, groups: list[Group], averages: dict[str, float], trained: float) -> None:

@@ -81,7 +81,7 @@ class Policy:
 
     def _check_canary(self, expected: list[float], origin: str) -> None:
         batch = canary_batch(self.model.get_input_embeddings().num_embeddings)
-        found = self.logprobs(batch)[0].tolist()
+        found = self.logprobs(batch).tolist()
         gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         if not gap <= CANARY_TOLERANCE[self.dtype]:
             raise AdapterError(
@@ -105,10 +105,13 @@ class Policy:
 
     @torch.inference_mode()
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """(B, C) log-probs by the learner's own forward function, adapter on: old_logprobs."""
-        return completion_logprobs(self.model, batch.to(self.device), self.temperature)[0].cpu()
+        """Log-probs by the learner's own forward function, adapter on: old_logprobs.
+
+        Returns (N,): those of all completion tokens, row after row, without padding.
+        """
+        return completion_logprobs(self.model, batch.to(self.device), self.temperature)[0].cpu()[batch.present.bool()]
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """(B, C) log-probs with the adapter off: ref_logprobs."""
+        """The same with the adapter off: ref_logprobs."""
         with self.model.disable_adapter():
             return self.logprobs(batch)

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from tiny import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
     "CUDA_VISIBLE_DEVICES": "",
@@ -14,6 +16,9 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
 }
+
+
+LIMIT = 240  # seconds for a whole run; DeepSpeed alone takes about ten to start
 
 
 class Worker:
@@ -69,19 +74,21 @@ def by_run_sh(log: Path, *arguments: str) -> Worker:
 
 def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:
     """training_worker.py: alone under python with one rank, under the deepspeed launcher with more."""
-    script = [ROOT / "training_worker.py", *flags]
+    return _launch(log, [ROOT / "training_worker.py", *flags], ranks, environment)
+
+
+def engine_jobs(log: Path, jobs: Path, ranks: int) -> Worker:
+    """tests/engine_jobs.py on a file of jobs."""
+    return _launch(log, [ROOT / "tests" / "engine_jobs.py", jobs], ranks, {})
+
+
+def _launch(log: Path, script: list, ranks: int, environment: dict[str, str]) -> Worker:
     if ranks == 1:
         return Worker([sys.executable, "-u", *script], log, **environment)
     launcher = Path(sys.executable).with_name("deepspeed")
-    return Worker([launcher, "--num_gpus", ranks, "--master_port", _port(), *script], log, **environment)
+    return Worker([launcher, "--num_gpus", ranks, "--master_port", free_port(), *script], log, **environment)
 
 
 def sampler(log: Path, *flags, script: str = "tests/sampler_with_reward.py", **environment: str) -> Worker:
     """The sampling worker on the CPU, by default with a reward that a random model can earn."""
     return Worker([sys.executable, "-u", ROOT / script, "--device", "cpu", *flags], log, **environment)
-
-
-def _port() -> int:
-    from tiny import free_port
-
-    return free_port()

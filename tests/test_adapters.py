@@ -43,12 +43,12 @@ def policy() -> Policy:
 
 def test_a_published_version_gives_the_learners_logprobs(tmp_path):
     store, sampler = AdapterStore(tmp_path), policy()
-    batch = collate([torch.tensor([5, 6, 7])] * 2, [torch.tensor([8, 9]), torch.tensor([10, 2])])
-    base = completion_logprobs(tiny_model(), batch, 1.0)[0].detach()
+    batch = collate([torch.tensor([5, 6, 7])], [torch.tensor([8, 9]), torch.tensor([10, 2])])
+    base = completion_logprobs(tiny_model(), batch, 1.0)[0].detach().flatten()
     for version in (0, 1, 5):
         model = publish(store, version)
         assert sampler.load_newest(store, "run", at_least=version, limit=5)
-        expected = completion_logprobs(model, batch, 1.0)[0].detach()
+        expected = completion_logprobs(model, batch, 1.0)[0].detach().flatten()
         torch.testing.assert_close(sampler.logprobs(batch), expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(sampler.reference_logprobs(batch), base, rtol=0, atol=1e-5)
         assert sampler.version == version and len(sampler.sha256) == 64

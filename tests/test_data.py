@@ -161,7 +161,10 @@ def test_gold_of_each_kind():
 
 
 def test_math_style_rows(tmp_path):
-    rows = [{"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$."}, {"problem": "1+1?", "solution": "2"}]
+    rows = [
+        {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$."},
+        {"problem": "1+1?", "solution": "2"},
+    ]
     columns = {"question_column": "problem", "answer_column": "solution"}
     assert load_examples(write_jsonl(tmp_path / "a.jsonl", rows[:1]), **columns)[0].answer == r"\frac{1}{2}"
     assert "boxed" in fault(write_jsonl(tmp_path / "b.jsonl", rows), **columns)
@@ -369,7 +372,8 @@ def test_one_system_turn_and_it_is_ours(make_tokenizer, template):
     text = text_of(tokenizer, prompt_ids)
     assert isinstance(prompt_ids, list) and all(type(token) is int for token in prompt_ids)
     assert text == render_prompt(tokenizer, "What is 1+1?")
-    assert text.startswith(f"<|im_start|>system\n{data.SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>")
+    turns = f"<|im_start|>system\n{data.SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>"
+    assert text.startswith(turns)
     assert text.count("<|im_start|>system") == 1 and "robot" not in text and "<s>" not in text
     assert "<|im_start|>assistant\n" in text
 

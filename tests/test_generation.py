@@ -5,9 +5,7 @@ import torch
 from tiny import VOCAB, redraw, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
 
-from grpo.batch import collate
 from grpo.generation import generate
-from grpo.logprobs import completion_logprobs
 
 PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
 
@@ -110,40 +108,3 @@ def test_first_and_second_tokens_have_the_exact_distribution():
         exact = torch.softmax(model(torch.tensor([[*prompt, common]])).logits[0, -1] / temperature, -1)
     statistic, cells = chi_square(torch.bincount(second, minlength=VOCAB).double(), exact.double())
     assert len(second) > 1000 and statistic < cells + 4.5 * (2 * cells) ** 0.5
-
-
-@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
-def test_logprobs_do_not_depend_on_padding(make):
-    model = make()
-    completions = [torch.tensor(c) for c in ([8, 9, 2], [10], [11, 12, 13, 14, 15])]
-    prompts = [torch.tensor(p) for p in PROMPTS]
-    together, entropy = completion_logprobs(model, collate(prompts, completions), 0.7)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        alone, alone_entropy = completion_logprobs(model, collate([prompt], [completion]), 0.7)
-        n = len(completion)
-        torch.testing.assert_close(together[i, :n], alone[0], rtol=0, atol=1e-4)
-        torch.testing.assert_close(entropy[i, :n], alone_entropy[0], rtol=0, atol=1e-4)
-        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
-        distribution = torch.distributions.Categorical(logits=logits)
-        torch.testing.assert_close(alone[0], distribution.log_prob(completion), rtol=0, atol=1e-4)
-        torch.testing.assert_close(alone_entropy[0], distribution.entropy(), rtol=0, atol=1e-4)
-
-
-def test_logprobs_in_chunks_have_the_same_values_and_gradients(monkeypatch):
-    model = tiny_model()
-    batch = collate([torch.tensor(p) for p in PROMPTS], [torch.tensor([8, 9, 2])] * 3)
-    results = []
-    for elements in (1 << 25, 2 * VOCAB):
-        monkeypatch.setattr("grpo.logprobs.CHUNK_ELEMENTS", elements)
-        model.zero_grad()
-        logprobs = completion_logprobs(model, batch, 1.0)[0]
-        logprobs.sum().backward()
-        results.append((logprobs.detach(), model.model.embed_tokens.weight.grad.clone()))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_empty_completions_have_a_place_in_a_batch():
-    batch = collate([torch.tensor([5, 6])] * 2, [torch.tensor([], dtype=torch.int64)] * 2)
-    logprobs, _ = completion_logprobs(tiny_model(), batch, 1.0)
-    assert logprobs.shape == batch.completion_mask.shape == (2, 1) and not batch.completion_mask.any()

@@ -1,20 +1,17 @@
 """The two programs as users start them: real sockets, real DeepSpeed, real adapters."""
 
-import json
 import signal
 import socket
 
 import pytest
 import torch
 from peft import PeftModel
-from processes import by_run_sh, learner, sampler
+from processes import LIMIT, by_run_sh, learner, sampler
 from safetensors.torch import load_file
 from tiny import ds_config, free_port, save_questions, save_tiny, tiny_model
 
 from grpo.adapters import AdapterStore
 from grpo.metrics import read_metrics
-
-LIMIT = 240  # seconds for a whole run; DeepSpeed alone takes about ten to start
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +158,8 @@ def test_a_sampler_on_another_folder_is_refused_and_the_run_goes_on(tmp_path, ma
     stray = run.start_sampler(workers, "--lora_path", tmp_path / "elsewhere", name="stray")
     odd = run.start_sampler(workers, "--batch_size", 6, name="odd")
     assert stray.wait(LIMIT) != 0 and odd.wait(LIMIT) != 0
-    assert f"holds no run.json, the learner publishes run {json.loads((run.path / 'run.json').read_text())['run_id']}" in (
-        stray.output()
-    )
+    run_id = AdapterStore(run.path).read_run()["run_id"]
+    assert f"holds no run.json, the learner publishes run {run_id}" in stray.output()
     assert "--batch_size 6 is no multiple of the learner's --group_size 4" in odd.output()
     actor = run.start_sampler(workers)
     assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0

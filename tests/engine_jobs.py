@@ -1,0 +1,50 @@
+"""One rank of a learner that trains on stored groups, job after job, without a sampler.
+
+    deepspeed --num_gpus 2 tests/engine_jobs.py JOBS.json
+
+A job is {"flags": flags of training_worker.py, "groups": folder of packed groups, "loss": name in utils.py}. It
+leaves the adapters and losses.json in its --save_path. test_invariance.py cuts the same groups in many ways and
+compares.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import training_worker
+import utils
+from grpo.learner import Learner
+from grpo.rollout import unpack
+
+
+def main() -> None:
+    """Run all jobs."""
+    jobs = json.loads(Path(sys.argv[-1]).read_text())
+    for job in jobs:
+        run(job)
+    dist.destroy_process_group()
+
+
+def run(job: dict) -> None:
+    """Train --max_steps steps, each on the same groups."""
+    args = training_worker.parse_args(job["flags"])
+    training_worker.LOSS = getattr(utils, job["loss"])
+    learner = Learner(args, needs_reference=training_worker.beta(args) > 0)
+    learner._max_new_tokens = job["max_new_tokens"]
+    groups = [unpack(path.read_bytes()) for path in sorted(Path(job["groups"]).glob("*.group"))]
+    losses = []
+    for _ in range(args.max_steps):
+        means = training_worker.update(learner, groups, args).over_ranks(learner.ranks)
+        losses.append(means | {"grad_norm": float(learner.engine.get_global_grad_norm() or 0)})
+        learner.steps_done += 1
+        learner.publish()
+    if learner.ranks.rank == 0:
+        Path(args.save_path, "losses.json").write_text(json.dumps(losses))
+        learner.channel.close()
+    learner.engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
