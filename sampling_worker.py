@@ -2,6 +2,8 @@
 
     python sampling_worker.py --model_path Qwen/Qwen2.5-1.5B-Instruct --lora_path ./checkpoints --device cuda:0
 
+    python sampling_worker.py --evaluate --split test --lora_path ./checkpoints     # held-out accuracy, no learner
+
 It connects to the learner (training_worker.py) over ZeroMQ in either start order, takes tickets that name a prompt
 and a seed, and for each one sends a Group: G completions with sampling, old and reference log-probs and rewards.
 Before each batch it loads the newest adapter that the learner has published in --lora_path.
@@ -10,6 +12,8 @@ Shapes: B prompts, G completions of each, P prompt tokens, C completion tokens, 
 """
 
 import argparse
+import functools
+import json
 import os
 import signal
 import socket
@@ -17,17 +21,21 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
 
 import torch
+from tqdm import tqdm
 
 from data import SYSTEM_PROMPT, encode_prompt, load_examples, response_prefix
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
+from grpo.evaluation import Question, evaluate, summarize
 from grpo.generation import Completion
 from grpo.models import (
+    DTYPES,
     ModelNotFound,
     eos_token_ids,
     load_model,
@@ -40,13 +48,15 @@ from grpo.policy import Policy
 from grpo.rollout import PROTOCOL_VERSION, Group, pack
 from grpo.scoring import RewardError, score
 from grpo.tickets import Ticket, derive_seed
-from utils import reward_function
+from utils import check_answer, check_answer_lenient, check_format, reward_function
 
 
 def main() -> None:
     """Serve tickets until the learner ends the run."""
     args = parse_args()
     quiet_libraries()
+    if args.evaluate:
+        return evaluate_policy(args)
     sampler = Sampler(args)
     welcome = sampler.join()
     for tickets in sampler.channel.tickets(capacity=args.batch_size // welcome["group_size"]):  # sample D_b
@@ -207,6 +217,91 @@ class Sampler:
         print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
 
+def evaluate_policy(args: argparse.Namespace) -> None:
+    """Accuracy on held-out questions: a summary in the terminal and in FILE.json, every completion in FILE.jsonl."""
+    tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
+    questions, too_long = load_questions(tokenizer, args)
+    policy = Policy(
+        model, eos_token_ids(model, tokenizer), args.device, dtype=args.dtype, temperature=args.temperature
+    )
+    adapter = find_adapter(args.lora_path)
+    if adapter:
+        policy.load_folder(adapter)
+    results = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
+    results |= {"prompts_too_long": too_long}
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    output = Path(args.evaluate_output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output.with_suffix(".jsonl"), "w", encoding="utf-8") as file:
+        for name, samples in [("greedy", 0)] + [("sampled", args.samples)] * bool(args.samples):
+            records, started = [], time.monotonic()
+            bar = tqdm(total=len(questions), desc=name, disable=not sys.stderr.isatty())
+            for batch in evaluate(
+                policy,
+                decode,
+                questions,
+                judge,
+                samples=samples,
+                max_new_tokens=args.max_new_tokens,
+                batch_size=args.batch_size,
+            ):
+                records += batch
+                file.writelines(json.dumps({"decoding": name} | record) + "\n" for record in batch)
+                bar.update(len(batch) // max(1, samples))
+            bar.close()
+            results[name] = summarize(records, started)
+            print_summary(name, results[name])
+    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    print(f"summary in {output.with_suffix('.json')}, completions in {output.with_suffix('.jsonl')}")
+
+
+def judge(response: str, answer: str) -> dict[str, bool]:
+    """The verdicts that evaluation reports."""
+    return {
+        "strict": check_answer(response, answer),
+        "lenient": check_answer_lenient(response, answer),
+        "format": check_format(response),
+    }
+
+
+def load_questions(tokenizer, args: argparse.Namespace) -> tuple[list[Question], int]:
+    """The first --limit held-out questions as token ids, and how many were left out as too long."""
+    examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
+    questions, too_long = [], 0
+    for index in range(min(len(examples), args.limit or len(examples))):
+        question, answer = examples[index]
+        prompt_ids = encode_prompt(tokenizer, question, args.system_prompt)
+        too_long += len(prompt_ids) > args.max_prompt_length
+        if len(prompt_ids) <= args.max_prompt_length:
+            questions.append(Question(index, prompt_ids, response_prefix(tokenizer.decode(prompt_ids)), answer))
+    if not questions:
+        raise ValueError(f"all {too_long} prompts are longer than --max_prompt_length {args.max_prompt_length}")
+    return questions, too_long
+
+
+def find_adapter(lora_path: str) -> str | None:
+    """The adapter folder that --lora_path means: a run's newest version, or a PEFT folder; None for "none"."""
+    if lora_path == "none":
+        return None
+    folder = Path(lora_path).expanduser()
+    for candidate in (folder / "latest", folder):
+        if (candidate / "adapter_config.json").is_file():
+            return str(candidate.resolve())
+    raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
+
+
+def print_summary(name: str, summary: dict) -> None:
+    """One line: accuracy with its standard error, and what explains it."""
+    extra = "".join(f", {key} {value:.3f}" for key, value in summary.items() if key.startswith("pass@"))
+    print(
+        f"{name}: accuracy {summary['accuracy']:.3f} +- {summary['accuracy_stderr']:.3f} strict, "
+        f"{summary['accuracy_lenient']:.3f} lenient{extra}; format {summary['format']:.3f}, truncated "
+        f"{summary['truncated']:.3f}, mean length {summary['mean_length']:.0f} tokens, "
+        f"{summary['tokens_per_second']:.0f} tokens/s, {summary['questions']} questions",
+        flush=True,
+    )
+
+
 def token_at(tokenizer, ids: torch.Tensor, characters: int) -> int:
     """Index of the token with which the first `characters` characters of the decoded text are complete."""
     low, high = 0, len(ids) - 1
@@ -258,6 +353,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=300, help="seconds without a sign of life from the learner before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the learner at the start")
     add("--adapter_timeout", type=float, default=120, help="seconds to wait for a usable adapter version")
+    add("--evaluate", action="store_true", help="measure held-out accuracy instead of serving a learner")
+    add("--limit", type=int, default=0, help="evaluate: use the first so many questions; 0: all")
+    add("--samples", type=int, default=0, help="evaluate: completions a question for mean@k and pass@k, beside greedy")
+    add("--temperature", type=float, default=1.0, help="evaluate: of the samples")
+    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="evaluate: of the model")
+    add("--evaluate_output", default="evaluation", help="evaluate: writes this name with .json and .jsonl")
     args = parser.parse_args(argv)
     for name in ("batch_size", "max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:
@@ -278,8 +379,13 @@ def check_device(parser: argparse.ArgumentParser, name: str) -> None:
         parser.error(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu")
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """main, with what a user can mend told in a sentence instead of a traceback."""
     try:
         main()
     except (ChannelError, AdapterError, RewardError, ModelNotFound, ValueError) as error:
         sys.exit(f"sampling_worker: {error}")
+
+
+if __name__ == "__main__":
+    run()

@@ -9,25 +9,23 @@ format and right last step; it teaches no new arithmetic.
 """
 
 import argparse
+import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
-
-from data import encode_prompt, load_examples
+import sampling_worker
+from demo.launch import ROOT, run_split
 from demo.problems import SYSTEM_PROMPT
-from grpo.evaluation import Question, evaluate, summarize
+from grpo.evaluation import evaluate, summarize
 from grpo.metrics import draw_curve, plot_curves, read_metrics
 from grpo.models import eos_token_ids, load_model, load_tokenizer, quiet_libraries
 from grpo.policy import Policy
-from utils import check_answer, check_answer_lenient, check_format
+from sampling_worker import judge, load_questions
 
-ROOT = Path(__file__).resolve().parents[1]
 GROUP_SIZE, PROMPTS, NEW_TOKENS, RANKS = 8, 16, 40, 2
 LIMIT_SECONDS = 900  # for the two workers; they take about a minute and a half on two cores
 
@@ -40,14 +38,14 @@ def main() -> None:
     folder = Path(args.output_path).resolve()
     if folder.exists():
         shutil.rmtree(folder)
-    problems, model = folder / "problems", folder / "model"
+    problems, model, run = folder / "problems", folder / "model", folder / "run"
     say("making word problems, a tiny model and its sloppy demonstrations")
     make_model(folder, problems, model, args.seed)
     before = held_out_accuracy(model, problems, None)
     say(f"held-out accuracy before GRPO: {before:.2f} (sampled)")
-    run = folder / "run"
     say(f"GRPO: 1 sampler, {RANKS} learner ranks, {PROMPTS} prompts x {GROUP_SIZE} completions a step")
-    train(model, problems, run, folder, args)
+    learner, sampler = worker_flags(model, problems, run, args)
+    run_split(learner, sampler, ranks=RANKS, port=args.port, log=folder / "sampler.log", limit=LIMIT_SECONDS)
     after = held_out_accuracy(model, problems, run / "latest")
     records = read_metrics(run / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
@@ -69,7 +67,7 @@ def main() -> None:
 
 
 def make_model(folder: Path, problems: Path, model: Path, seed: int) -> None:
-    """Data, model, warm start: each is a program of its own that also serves real models."""
+    """Data, model, warm start: each is a program of its own; the warm start also serves real models."""
     run_module("demo.problems", "--output_path", problems, "--seed", seed)
     run_module("demo.tiny_model", "--output_path", folder / "untrained", "--seed", seed)
     run_module(
@@ -87,88 +85,35 @@ def run_module(module: str, *arguments) -> None:
         sys.exit(f"demo: {module} failed, see above")
 
 
+def worker_flags(model: Path, problems: Path, run: Path, args: argparse.Namespace) -> tuple[list, list]:
+    """The learner's and the sampler's command lines."""
+    learner = [
+        *("--model_path", model, "--save_path", run, "--ds_config", "demo/ds_config.json"),
+        *("--group_size", GROUP_SIZE, "--max_steps", args.steps, "--max_staleness", args.max_staleness),
+        *("--lora_rank", 8, "--lora_alpha", 16, "--save_steps", 20, "--seed", args.seed),
+        *("--startup_timeout", 120, "--timeout", 120),
+    ]
+    sampler = [
+        *("--model_path", model, "--lora_path", run, "--dataset", problems / "train.jsonl"),
+        *("--system_prompt", SYSTEM_PROMPT, "--batch_size", GROUP_SIZE * PROMPTS // 2),
+        *("--max_new_tokens", NEW_TOKENS, "--startup_timeout", 120, "--timeout", 120),
+    ]
+    return learner, sampler
+
+
 def held_out_accuracy(model_path: Path, problems: Path, adapter: Path | None) -> float:
     """Share of right answers among 4 samples for each of the held-out problems."""
+    flags = ["--dataset", str(problems / "test.jsonl"), "--system_prompt", SYSTEM_PROMPT, "--device", "cpu"]
     tokenizer, model = load_tokenizer(str(model_path)), load_model(str(model_path))
+    questions, _ = load_questions(tokenizer, sampling_worker.parse_args(flags))
     policy = Policy(model, eos_token_ids(model, tokenizer), "cpu", dtype="float32", temperature=1.0)
     if adapter:
         policy.load_folder(adapter)
-    examples = load_examples(str(problems / "test.jsonl"))
-    questions = [
-        Question(i, encode_prompt(tokenizer, examples[i].question, SYSTEM_PROMPT), "", examples[i].answer)
-        for i in range(len(examples))
-    ]
-
-    def judge(response: str, answer: str) -> dict[str, bool]:
-        return {
-            "strict": check_answer(response, answer),
-            "lenient": check_answer_lenient(response, answer),
-            "format": check_format(response),
-        }
-
-    def decode(ids: torch.Tensor) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    started, records = time.monotonic(), []
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     settings = dict(samples=4, max_new_tokens=NEW_TOKENS, batch_size=256)
-    for batch in evaluate(policy, decode, questions, judge, **settings):
-        records += batch
-    return summarize(records, started)["accuracy"]
-
-
-def train(model: Path, problems: Path, run: Path, folder: Path, args: argparse.Namespace) -> None:
-    """Start both workers as a user does, and wait for them."""
-    common = ["--model_path", model, "--port", args.port]
-    learner = [
-        *(Path(sys.executable).with_name("deepspeed"), "--num_gpus", RANKS, "--master_port", args.port + 1),
-        *("training_worker.py", *common, "--save_path", run, "--ds_config", "demo/ds_config.json"),
-        *("--group_size", GROUP_SIZE, "--max_steps", args.steps, "--lora_rank", 8, "--lora_alpha", 16),
-        *("--save_steps", 20, "--seed", args.seed, "--startup_timeout", 120, "--timeout", 120),
-    ]
-    sampler = [
-        *(sys.executable, "-u", "sampling_worker.py", *common, "--lora_path", run, "--device", "cpu"),
-        *("--dataset", problems / "train.jsonl", "--system_prompt", SYSTEM_PROMPT, "--startup_timeout", 120),
-        *("--batch_size", GROUP_SIZE * PROMPTS // 2, "--max_new_tokens", NEW_TOKENS, "--timeout", 120),
-    ]
-    environment = worker_environment()
-    with open(folder / "sampler.log", "w") as log:
-        workers = {
-            "learner": subprocess.Popen(list(map(str, learner)), cwd=ROOT, env=environment),
-            "sampler": subprocess.Popen(
-                list(map(str, sampler)), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            ),
-        }
-    try:
-        wait(workers, folder)
-    finally:
-        for process in workers.values():
-            if process.poll() is None:
-                process.terminate()
-
-
-def wait(workers: dict[str, subprocess.Popen], folder: Path) -> None:
-    """Until both have ended well; one that fails ends the demo."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    where = f"the sampler's log is {folder / 'sampler.log'}"
-    while any(process.poll() is None for process in workers.values()):
-        for name, process in workers.items():
-            if process.poll():
-                sys.exit(f"demo: the {name} ended with code {process.poll()}; {where}")
-        if time.monotonic() > deadline:
-            sys.exit(f"demo: not done after {LIMIT_SECONDS} s; {where}")
-        time.sleep(0.2)
-    if any(process.returncode for process in workers.values()):
-        sys.exit(f"demo: a worker failed; {where}")
-
-
-def worker_environment() -> dict[str, str]:
-    """No GPU, and one thread a process: four busy processes share the cores."""
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
+    started = time.monotonic()
+    batches = evaluate(policy, decode, questions, judge, **settings)
+    return summarize([record for batch in batches for record in batch], started)["accuracy"]
 
 
 def mean(values: list[float]) -> float:
@@ -183,11 +128,14 @@ def say(text: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output_path", default="runs/demo", help="run folder, made anew (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of data, model and run (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="GRPO steps (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=5555, help="this port and the next are used (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output_path", default="runs/demo", help="run folder, made anew")
+    parser.add_argument("--seed", type=int, default=0, help="of data, model and run")
+    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
+    parser.add_argument("--max_staleness", type=int, default=1, help="as for the learner")
+    parser.add_argument("--port", type=int, default=5555, help="this port and the next are used")
     return parser.parse_args()
 
 

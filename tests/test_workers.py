@@ -34,6 +34,8 @@ def workers():
     for worker in started:
         worker.end()
 
+BF16_APPROX_KL = 2e-3  # of a tiny model at its first step; measured 1e-5 to 3e-4
+
 
 class Run:
     """One run's folder and flags."""
@@ -198,6 +200,39 @@ def test_a_stopped_sampler_gives_its_tickets_back(tmp_path, material, workers):
     step = read_metrics(run.path / "metrics.jsonl")[-1]["step"]
     run.start_sampler(workers, name="next")
     trainer.wait_for(f"step {step + 2}", LIMIT)
+
+
+@pytest.mark.slow
+def test_the_first_step_in_bfloat16_is_on_policy_within_the_stated_bound(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=1, bf16={"enabled": True})
+    run.to_the_end(workers)
+    (first,) = read_metrics(run.path / "metrics.jsonl")
+    assert first["approx_kl"] < BF16_APPROX_KL and first["kl"] < 1e-3
+    assert 0 < first["sampling/sampling_logp_difference/mean"] < 0.2
+    assert AdapterStore(run.path).read(1)[2].popitem()[1].dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_process_rewards_and_several_iterations_train_end_to_end(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=2, lr=0.05, learner_flags=["--num_iterations", 3, "--beta", 0])
+    trainer, actor = run.start_learner(workers), run.start_sampler(workers, REWARD="steps")
+    assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
+    records = read_metrics(run.path / "metrics.jsonl")
+    assert all(record["grad_norm"] > 0 and "kl" not in record for record in records)
+    assert records[0]["clip_ratio/region_mean"] > 0 and records[0]["approx_kl"] > 1e-4  # off-policy after the first
+
+
+@pytest.mark.slow
+def test_a_bug_in_the_reward_stops_the_sampler_and_another_takes_over(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=1)
+    trainer = run.start_learner(workers)
+    faulty = run.start_sampler(workers, name="faulty", REWARD="broken")
+    assert faulty.wait(LIMIT) != 0
+    for words in ("a bug in my reward", "prompt ", "response '", "Traceback", "raise KeyError"):
+        assert words in faulty.output()
+    trainer.wait_for("of its tickets go to others", 60)
+    actor = run.start_sampler(workers)
+    assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
 
 
 FAILURES = {
