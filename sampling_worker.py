@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
@@ -44,9 +45,10 @@ from grpo.models import (
     quiet_libraries,
     tokenizer_fingerprint,
 )
+from grpo.outbox import Outbox
 from grpo.policy import Policy
 from grpo.rollout import PROTOCOL_VERSION, Group, pack
-from grpo.scoring import RewardError, score
+from grpo.scoring import RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
 from utils import check_answer, check_answer_lenient, check_format, reward_function
 
@@ -57,15 +59,13 @@ def main() -> None:
     quiet_libraries()
     if args.evaluate:
         return evaluate_policy(args)
-    sampler = Sampler(args)
-    welcome = sampler.join()
-    for tickets in sampler.channel.tickets(capacity=args.batch_size // welcome["group_size"]):  # sample D_b
-        sampler.load_newest(at_least=max(ticket.version for ticket in tickets))  # pi_old <- pi_theta
-        prompts = sampler.prompts(tickets)
-        for ticket, completions in sampler.generate(prompts):  # o_1 .. o_G ~ pi_old
-            group = sampler.make_group(ticket, prompts[ticket], completions)  # log-probs, r_1 .. r_G
-            sampler.channel.send(ticket.ticket_id, pack(group))
-    sampler.leave()
+    with Sampler(args) as sampler:
+        for tickets in sampler.tickets():  # sample D_b
+            sampler.load_newest(at_least=max(ticket.version for ticket in tickets))  # pi_old <- pi_theta
+            prompts = sampler.prompts(tickets)
+            for ticket, completions in sampler.generate(prompts):  # o_1 .. o_G ~ pi_old
+                group = sampler.score(ticket, prompts[ticket], completions)  # log-probs under pi_old and pi_ref
+                sampler.outbox.put(group)  # r_1 .. r_G, then to the learner, while the next completions are generated
 
 
 class Sampler:
@@ -93,6 +93,8 @@ class Sampler:
         self.channel = SamplerChannel(
             f"tcp://{args.host}:{args.port}", self.sampler_id, self.hello, args.timeout, args.startup_timeout
         )
+        self.reward_pool = RewardPool(reward_function, args.reward_workers, args.reward_timeout)
+        self.outbox = Outbox(self.reward_and_send)
         stop_on_signals(self.channel)
 
     def hello(self) -> dict:
@@ -100,7 +102,7 @@ class Sampler:
         run = self.store.read_run()
         return self.facts | {"run_id": run and run.get("run_id")}
 
-    def join(self) -> dict:
+    def __enter__(self) -> "Sampler":
         """Wait for the learner's welcome, then put the model on the device in the learner's dtype."""
         print(f"sampler {self.sampler_id}: {len(self.examples)} prompts, adapters from {self.store.path}", flush=True)
         self.welcome = self.channel.connect()
@@ -113,7 +115,12 @@ class Sampler:
             temperature=self.welcome["temperature"],
         )
         del self.model
-        return self.welcome
+        return self
+
+    def tickets(self) -> Iterator[list[Ticket]]:
+        """As many tickets at a time as fit --batch_size, until the learner ends the run."""
+        room = self.args.batch_size // self.welcome["group_size"]
+        return self.channel.tickets(room, check=self.outbox.check)
 
     def load_newest(self, at_least: int) -> None:
         """Hot reload: take on the newest published adapter."""
@@ -146,17 +153,15 @@ class Sampler:
         self.generation_seconds = (time.monotonic() - started) / len(prompts)
         return zip(prompts, groups, strict=True)
 
-    def make_group(self, ticket: Ticket, prompt_ids: list[int], completions: list[Completion]) -> Group:
-        """Score the completions: old and reference log-probs by the learner's forward function, and rewards."""
+    def score(self, ticket: Ticket, prompt_ids: list[int], completions: list[Completion]) -> Group:
+        """A Group that lacks its rewards: old and reference log-probs come from the learner's forward function."""
         started = time.monotonic()
         prompt = torch.tensor(prompt_ids, dtype=torch.int32)
         ids = [completion.ids for completion in completions]
         batch = collate([prompt], ids)
         sampling = torch.cat([completion.logprobs for completion in completions])  # (N,)
-        old = sampling if self.args.old_logprobs == "sampled" else self.policy.logprobs(batch)
+        old = sampling.clone() if self.args.old_logprobs == "sampled" else self.policy.logprobs(batch)
         ref = self.policy.reference_logprobs(batch) if self.welcome["needs_reference"] else None
-        scored = time.monotonic()
-        rewards, components, steps = self.rewards(ticket.prompt_index, prompt_ids, ids)
         return Group(
             ticket_id=ticket.ticket_id,
             prompt_index=ticket.prompt_index,
@@ -172,27 +177,28 @@ class Sampler:
             sampling_logprobs=sampling,
             old_logprobs=old,
             ref_logprobs=ref,
-            rewards=rewards,
-            components=components,
-            **steps,
+            rewards=torch.full((len(ids),), torch.nan),
             stats={
                 "generation_seconds": self.generation_seconds,
-                "scoring_seconds": scored - started,
-                "reward_seconds": time.monotonic() - scored,
+                "scoring_seconds": time.monotonic() - started,
             },
         )
 
-    def rewards(self, prompt_index: int, prompt_ids: list[int], ids: list[torch.Tensor]):
-        """Call reward_function on each completion's text: (G,) rewards, components by name, process-reward steps."""
-        answer = self.examples[prompt_index].answer
-        prefix = response_prefix(self.tokenizer.decode(prompt_ids))
-        scores = []
-        for row in ids:
-            text = prefix + self.tokenizer.decode(row, skip_special_tokens=True)
-            scores.append(score(reward_function, text, answer, prompt_index))
-        names = sorted({name for one in scores for name in one.components})
-        components = {name: torch.tensor([one.components.get(name, 0.0) for one in scores]) for name in names}
-        return torch.tensor([one.reward for one in scores]), components, self.step_tensors(scores, ids, len(prefix))
+    def reward_and_send(self, group: Group) -> None:
+        """Call reward_function on each completion's text, put the results into the group, send it."""
+        started = time.monotonic()
+        ids = group.completions()
+        prefix = response_prefix(self.tokenizer.decode(group.prompt_ids))
+        texts = [prefix + self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        answer = self.examples[group.prompt_index].answer
+        scores = self.reward_pool.score_all(texts, answer, group.prompt_index)
+        group.rewards = torch.tensor([one.reward for one in scores])
+        for name in sorted({name for one in scores for name in one.components}):
+            group.components[name] = torch.tensor([one.components.get(name, 0.0) for one in scores])
+        for name, tensor in self.step_tensors(scores, ids, len(prefix)).items():
+            setattr(group, name, tensor)
+        group.stats["reward_seconds"] = time.monotonic() - started
+        self.channel.send(group.ticket_id, pack(group))
 
     def step_tensors(self, scores, ids: list[torch.Tensor], prefix: int) -> dict[str, torch.Tensor]:
         """The scores' (end_character, reward) steps by token: the fields step_rows, step_ends and step_rewards."""
@@ -211,10 +217,14 @@ class Sampler:
             "step_rewards": torch.tensor(rewards, dtype=torch.float32),
         }
 
-    def leave(self) -> None:
-        """Say goodbye once everything sent is acknowledged."""
-        unacknowledged = self.channel.finish()
-        print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
+    def __exit__(self, kind, error, trace) -> None:
+        """Say goodbye once everything is sent and acknowledged; after an error, at once."""
+        if error is None:
+            self.outbox.close(self.args.reward_timeout)
+        self.reward_pool.close()
+        unacknowledged = self.channel.finish(limit=2.0 if error else 10.0)
+        if error is None:
+            print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
 
 def evaluate_policy(args: argparse.Namespace) -> None:
@@ -353,6 +363,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=300, help="seconds without a sign of life from the learner before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the learner at the start")
     add("--adapter_timeout", type=float, default=120, help="seconds to wait for a usable adapter version")
+    add("--reward_workers", type=int, default=0, help="processes for reward_function; 0: a thread of this process")
+    add("--reward_timeout", type=float, default=60, help="seconds that reward_function may take for one response")
     add("--evaluate", action="store_true", help="measure held-out accuracy instead of serving a learner")
     add("--limit", type=int, default=0, help="evaluate: use the first so many questions; 0: all")
     add("--samples", type=int, default=0, help="evaluate: completions a question for mean@k and pass@k, beside greedy")
@@ -384,7 +396,8 @@ def run() -> None:
     try:
         main()
     except (ChannelError, AdapterError, RewardError, ModelNotFound, ValueError) as error:
-        sys.exit(f"sampling_worker: {error}")
+        print(f"sampling_worker: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # a reward function that hangs in a thread would keep the interpreter from ending
 
 
 if __name__ == "__main__":

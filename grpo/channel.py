@@ -293,15 +293,18 @@ class SamplerChannel(_Endpoint):
             raise ChannelError(f"the learner at {self.address} has ended: {header.get('reason')}")
         return header
 
-    def tickets(self, capacity: int) -> Iterator[list[Ticket]]:
-        """Batches of at most `capacity` tickets, until the learner stops the run."""
+    def tickets(self, capacity: int, check: Callable[[], None] = lambda: None) -> Iterator[list[Ticket]]:
+        """Batches of at most `capacity` tickets, until the learner stops the run.
+
+        While it waits it calls `check`, which may raise: what the caller does in other threads may have failed.
+        """
         while True:
             with self._lock:
                 self._number += 1
                 self._want = _frames("WANT", {"number": self._number, "capacity": capacity})
             self._outbox.put(self._want)
             self.wake()
-            kind, header = self._wait({"TICKETS", "STOP"}, "tickets")
+            kind, header = self._wait({"TICKETS", "STOP"}, "tickets", check)
             if kind == "STOP":
                 self.stop_reason = header.get("reason", "no reason given")
                 return
@@ -333,10 +336,11 @@ class SamplerChannel(_Endpoint):
         self.close(limit)
         return len(self._unacknowledged)
 
-    def _wait(self, kinds: set[str], what: str) -> tuple[str, dict]:
+    def _wait(self, kinds: set[str], what: str, check: Callable[[], None] = lambda: None) -> tuple[str, dict]:
         started = noticed = time.monotonic()
         while True:
             self.check()
+            check()
             try:
                 kind, header = self._inbox.get(timeout=0.5)
             except queue.Empty:

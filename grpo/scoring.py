@@ -6,11 +6,19 @@ of its group's baseline) and any further numbers, which are logged by name. An o
 """
 
 import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
 SHOWN_CHARACTERS = 200  # of a response, in an error
+START_SECONDS = 300  # for the reward processes to start
 
 
 class RewardError(RuntimeError):
@@ -26,13 +34,82 @@ class Score:
     steps: list[tuple[int, float]] = field(default_factory=list)  # (end_character, reward)
 
 
+class RewardPool:
+    """Calls the reward function beside the decode loop: in one thread, or in `workers` processes for slow functions.
+
+    The reward function must be importable by name, as one in utils.py is. What it loads at its first call, a reward
+    model for instance, it loads once per process.
+    """
+
+    def __init__(self, reward_function: Callable[[str, str], dict], workers: int, timeout: float):
+        self._function, self._timeout = reward_function, timeout
+        self._executor: Executor = (
+            ProcessPoolExecutor(
+                workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_follow_parent,
+                initargs=(os.getpid(),),
+            )
+            if workers
+            else ThreadPoolExecutor(1, thread_name_prefix="reward")
+        )
+        # a process imports the user's code before its first reward; that is not the reward's time
+        self._starting = [self._executor.submit(os.getpid) for _ in range(workers)]
+
+    def score_all(self, responses: list[str], answer: str, prompt_index: int) -> list[Score]:
+        """The scores of a group's responses, in their order.
+
+        Raises:
+            RewardError: as `score` does; also when one response takes longer than the limit, or its process dies.
+        """
+        while self._starting:
+            self._starting.pop().result(START_SECONDS)
+        futures = [self._executor.submit(score, self._function, text, answer, prompt_index) for text in responses]
+        return [self._result(future, text, prompt_index) for future, text in zip(futures, responses, strict=True)]
+
+    def _result(self, future, response: str, prompt_index: int) -> Score:
+        try:
+            return future.result(self._timeout)
+        except TimeoutError as error:
+            raise RewardError(
+                f"{_where(prompt_index, response)}\nit has not returned within {self._timeout:g} s (--reward_timeout)"
+            ) from error
+        except BrokenProcessPool as error:
+            raise RewardError(
+                f"{_where(prompt_index, response)}\nits process died (out of memory, or it called exit)"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the workers, hung ones included."""
+        processes = list((getattr(self._executor, "_processes", None) or {}).values())
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+
+
+def _follow_parent(parent: int) -> None:
+    """In a worker: end when the sampler ends, however that comes about; Ctrl-C is the sampler's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _where(prompt_index: int, response: str) -> str:
+    return f"reward_function failed for prompt {prompt_index}, response {response[:SHOWN_CHARACTERS]!r}"
+
+
 def score(reward_function: Callable[[str, str], dict], response: str, answer: str, prompt_index: int) -> Score:
     """Call the reward function on one response.
 
     Raises:
         RewardError: when it raises, or returns anything but what its contract allows.
     """
-    where = f"reward_function failed for prompt {prompt_index}, response {response[:SHOWN_CHARACTERS]!r}"
+    where = _where(prompt_index, response)
     try:
         result = reward_function(response, answer)
     except Exception as error:  # the user's code may raise anything; it is reported, never swallowed

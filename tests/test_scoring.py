@@ -1,12 +1,15 @@
 """reward_function's contract: what may come back, and what stops the run with everything needed to find the cause."""
 
 import math
+import os
+import time
 
 import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from grpo.scoring import RewardError, score
+from grpo.outbox import Outbox
+from grpo.scoring import RewardError, RewardPool, score
 from sampling_worker import token_at
 
 
@@ -77,3 +80,71 @@ def test_end_characters_become_tokens():
     for characters, token in ends.items():
         assert token_at(tokenizer, torch.tensor(ids), characters) == token
     assert token_at(tokenizer, torch.tensor(ids), 1) == 0 and token_at(tokenizer, torch.tensor(ids), 3) == 1
+
+
+def slow_for_some(response: str, answer: str) -> dict:
+    """A reward whose time depends on the response, so that processes finish out of order."""
+    if response == "hang":
+        time.sleep(1000)
+    if response == "die":
+        os._exit(3)
+    if response == "bug":
+        raise KeyError("my own bug")
+    time.sleep(0.2 / (1 + len(response)))
+    return {"reward": float(len(response)), "process": float(os.getpid())}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pool_keeps_the_order_and_reports_like_a_direct_call(workers):
+    pool = RewardPool(slow_for_some, workers, timeout=30)
+    try:
+        responses = ["", "aaaa", "a", "aaaaaaa"] * 3
+        scores = pool.score_all(responses, "7", 5)
+        assert [one.reward for one in scores] == [float(len(response)) for response in responses]
+        own = {one.components["process"] for one in scores} == {float(os.getpid())}
+        assert own == (workers == 0)
+        with pytest.raises(RewardError) as error:
+            pool.score_all(["a", "bug"], "7", 5)
+        assert all(word in str(error.value) for word in ("prompt 5", "'bug'", "my own bug", "Traceback"))
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_that_hangs_is_bounded_and_named(workers):
+    pool = RewardPool(slow_for_some, workers, timeout=3.0)
+    pool.score_all(["warm"], "7", 0)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="prompt 8, response 'hang'\\nit has not returned within 3 s .--reward_time"):
+        pool.score_all(["hang"], "7", 8)
+    pool.close()
+    assert time.monotonic() - started < 10
+
+
+def test_a_reward_process_that_dies_is_named():
+    pool = RewardPool(slow_for_some, 1, timeout=30)
+    with pytest.raises(RewardError, match="prompt 8, response 'die'\\nits process died"):
+        pool.score_all(["die"], "7", 8)
+    pool.close()
+
+
+def test_the_outbox_finishes_in_order_and_raises_in_the_callers_thread():
+    done = []
+    box = Outbox(lambda item: done.append(item) if item != "bad" else 1 / 0, capacity=2)
+    for item in range(20):
+        box.put(item)
+    box.put("bad")
+    with pytest.raises(ZeroDivisionError):
+        for item in range(100):
+            box.put(item)
+            time.sleep(0.01)
+    assert done == list(range(20))
+
+
+def test_closing_the_outbox_waits_for_what_is_in_it():
+    done = []
+    box = Outbox(lambda item: (time.sleep(0.05), done.append(item)))
+    for item in range(5):
+        box.put(item)
+    box.close(limit=10)
+    assert done == list(range(5))

@@ -1,0 +1,170 @@
+"""The learner's engine: what it trains, what it refuses, what it writes."""
+
+import argparse
+import json
+import os
+
+import pytest
+import torch
+from peft import LoraConfig
+from test_rollout import make_group
+from tiny import ds_config, tiny_model
+
+from grpo.learner import adapter_state, make_engine, precision, read_ds_config
+from grpo.metrics import Means, draw_curve, group_metrics
+from grpo.models import add_lora
+from grpo.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """A process group of one."""
+    before = dict(os.environ)
+    group = Ranks(timeout=60)
+    yield group
+    group.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def arguments(**changes) -> argparse.Namespace:
+    defaults = dict(lora_rank=4, lora_alpha=8, lora_targets="all-linear", gradient_checkpointing=False)
+    return argparse.Namespace(**defaults | changes)
+
+
+def test_only_the_adapter_is_handed_to_the_optimizer_and_the_base_stays(ranks, tmp_path):
+    config = read_ds_config(str(ds_config(tmp_path / "ds.json", micro=1, accumulation=1)), 1)
+    model = tiny_model()
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine, dtype = make_engine(model, arguments(), config)
+    adapter = [p for p in engine.module.parameters() if p.requires_grad]
+    optimized = sum(p.numel() for group in engine.optimizer.optimizer.param_groups for p in group["params"])
+    assert dtype == "float32" and optimized == sum(p.numel() for p in adapter)
+    for _ in range(3):
+        loss = engine(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.square().mean()
+        engine.backward(loss)
+        engine.step()
+    trained = engine.module.base_model.model.state_dict()
+    for name, tensor in base.items():
+        wrapped = name if name in trained else name.replace(".weight", ".base_layer.weight").replace(
+            ".bias", ".base_layer.bias"
+        )
+        assert torch.equal(trained[wrapped], tensor), name
+    assert all(tensor.abs().max() > 0 for name, tensor in adapter_state(engine).items() if "lora_B" in name)
+
+
+def test_a_checkpoint_leaves_the_frozen_base_out(ranks, tmp_path):
+    config = read_ds_config(str(ds_config(tmp_path / "ds.json", micro=1, accumulation=1)), 1)
+    engine, _ = make_engine(tiny_model(), arguments(), config)
+    engine.save_checkpoint(str(tmp_path / "checkpoint"), tag="one", exclude_frozen_parameters=True)
+    states = torch.load(tmp_path / "checkpoint" / "one" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert states["module"] and all("lora_" in name for name in states["module"])
+
+
+def test_a_scheduler_in_the_configuration_works(ranks, tmp_path):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    path = ds_config(tmp_path / "ds.json", micro=1, accumulation=1, scheduler=scheduler)
+    engine, _ = make_engine(tiny_model(), arguments(), read_ds_config(str(path), 1))
+    rates = []
+    for _ in range(3):
+        engine.backward(engine(input_ids=torch.tensor([[5, 6]])).logits.square().mean())
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_gradients_reach_every_lora_b_with_checkpointing(order):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        if checkpointing and order == "before":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        model = add_lora(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model.enable_input_require_grads()
+        if checkpointing and order == "after":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(input_ids=torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if "lora_B" in n})
+    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_frozen_model_is_refused_by_name(ranks, tmp_path):
+    config = read_ds_config(str(ds_config(tmp_path / "ds.json")), 1)
+    with pytest.raises(ValueError, match="--lora_targets nothing_proj"):
+        make_engine(tiny_model(), arguments(lora_targets="nothing_proj"), config)
+
+
+CONFIGS = {
+    "no JSON": ("{", ["is no JSON"]),
+    "no batch sizes": ('{"optimizer": {}}', ["train_micro_batch_size_per_gpu", "[None, None]"]),
+    "auto": (
+        '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "optimizer": {}}',
+        ["['auto', 1]"],
+    ),
+    "a total that does not fit": (
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6,'
+        '"optimizer": {}}',
+        ["train_batch_size 6", "2 a micro-batch x 3 accumulation steps x 2 ranks are 12"],
+    ),
+    "no optimizer": ('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}', ["optimizer"]),
+}
+
+
+@pytest.mark.parametrize("text, words", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_configuration_that_cannot_work_is_one_sentence(tmp_path, text, words):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_ds_config(str(path), ranks=2)
+    assert all(word in str(error.value) for word in ["--ds_config", *words]), error.value
+
+
+def test_precision_follows_the_configuration():
+    assert precision({"bf16": {"enabled": True}}) == "bfloat16"
+    assert precision({"fp16": {"enabled": True}}) == "float16"
+    assert precision({"bf16": {"enabled": False}}) == precision({}) == "float32"
+
+
+def test_the_shipped_configuration_is_zero_2_bf16_with_clipping():
+    config = read_ds_config("ds_config.json", ranks=2)
+    assert config["zero_optimization"]["stage"] == 2 and config["bf16"]["enabled"] and config["gradient_clipping"] > 0
+    assert json.dumps(config).count("torch_adam") == 1  # no compiler is needed
+
+
+def test_group_metrics_by_hand():
+    groups = [
+        make_group(rewards=torch.tensor([2.25, 0.25]), adapter_version=3),
+        make_group(rewards=torch.tensor([1.0, float("nan")]), adapter_version=5),
+    ]
+    found = group_metrics(groups, step=5)
+    assert found["reward"] == pytest.approx(3.5 / 3) and found["reward_std"] == pytest.approx(2**0.5 / 2)
+    assert found["frac_reward_zero_std"] == 0.5 and found["rewards/format/mean"] == pytest.approx(0.625)
+    assert found["completions/mean_length"] == 2.5 and found["completions/clipped_ratio"] == 0.5
+    assert found["num_tokens"] == 2 * (5 + 2 * 3)
+    assert found["staleness/mean"] == 1 and found["staleness/max"] == 2
+    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
+    assert found["sampler/generation_seconds"] == 1.0
+
+
+def test_means_are_those_of_sums_over_counts():
+    class Two:
+        """Two ranks with the same values."""
+
+        def add_up(self, values):
+            return [2 * value for value in values]
+
+    means = Means()
+    means.add({"a": (1.0, 1), "b": (0.0, 0)})
+    means.add({"a": (5.0, 3), "b": (0.0, 0)})
+    found = means.over_ranks(Two())
+    assert found["a"] == 1.5 and found["b"] != found["b"]
+
+
+def test_the_terminal_curve_shows_first_and_last():
+    text = draw_curve([0.0, 1.0, 2.0], "title", height=3)
+    assert text.split("\n")[:4] == ["title", "   2.00 |  *", "        | * ", "   0.00 |*  "]
