@@ -131,14 +131,14 @@ def write_splits(folder: str | Path, seed: int, train_size: int = 4000, test_siz
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write made-up word problems as train.jsonl and test.jsonl.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output_path", required=True, help="folder for the two files; made if missing")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
     parser.add_argument("--train_size", type=int, default=4000, help="training problems")
     parser.add_argument("--test_size", type=int, default=256, help="held-out problems")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     write_splits(args.output_path, args.seed, args.train_size, args.test_size)
     print(f"{args.train_size} training and {args.test_size} held-out problems in {args.output_path}")
 

@@ -12,13 +12,14 @@ import argparse
 import functools
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import demo.problems
+import demo.tiny_model
+import demo.warm_start
 import sampling_worker
-from demo.launch import ROOT, run_split
+from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
 from grpo.metrics import draw_curve, plot_curves, read_metrics
@@ -67,22 +68,17 @@ def main() -> None:
 
 
 def make_model(folder: Path, problems: Path, model: Path, seed: int) -> None:
-    """Data, model, warm start: each is a program of its own; the warm start also serves real models."""
-    run_module("demo.problems", "--output_path", problems, "--seed", seed)
-    run_module("demo.tiny_model", "--output_path", folder / "untrained", "--seed", seed)
-    run_module(
-        "demo.warm_start",
-        *("--model_path", folder / "untrained", "--data", problems / "train.jsonl", "--output_path", model),
-        *("--demonstrations", "sloppy", "--system_prompt", SYSTEM_PROMPT, "--seed", seed),
-        *("--steps", 300, "--batch_size", 64, "--learning_rate", 3e-3),
+    """Data, model, warm start: each is also a program of its own, and the warm start serves real models too."""
+    common = ["--seed", str(seed), "--output_path"]
+    demo.problems.main([*common, str(problems)])
+    demo.tiny_model.main([*common, str(folder / "untrained")])
+    demo.warm_start.main(
+        [
+            *(*common, str(model), "--model_path", str(folder / "untrained"), "--data", str(problems / "train.jsonl")),
+            *("--demonstrations", "sloppy", "--system_prompt", SYSTEM_PROMPT),
+            *("--steps", "300", "--batch_size", "64", "--learning_rate", "3e-3"),
+        ]
     )
-
-
-def run_module(module: str, *arguments) -> None:
-    """Run a module of this project; its failure ends the demo with its own message."""
-    command = [sys.executable, "-u", "-m", module, *map(str, arguments)]
-    if subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit(f"demo: {module} failed, see above")
 
 
 def worker_flags(model: Path, problems: Path, run: Path, args: argparse.Namespace) -> tuple[list, list]:

@@ -96,12 +96,12 @@ def build(folder: str | Path, seed: int = 0) -> Path:
     return folder
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the demo's tiny model, untrained, with its tokenizer.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output_path", required=True, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     folder = build(args.output_path, args.seed)
     model = AutoModelForCausalLM.from_pretrained(folder)
     print(f"{model.num_parameters():,} parameters, vocabulary {model.config.vocab_size}, in {folder}")

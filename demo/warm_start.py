@@ -185,7 +185,7 @@ def train(model, tokenizer, rows: list[dict], demonstrate: Demonstrate, *, steps
     return losses
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a causal LM on demonstrations of the two blocks.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model_path", required=True, help="folder of model and tokenizer")
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--demonstrations", choices=sorted(DEMONSTRATIONS), default="clean",
                         help="clean: each row's own rationale; sloppy: spoilt, for the demo's problems")
     parser.add_argument("--system_prompt", default=data.SYSTEM_PROMPT, help="as given to the sampler")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         rows = read_rows(args.data, args.demonstrations, args.max_examples)
     except ValueError as error:
