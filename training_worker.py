@@ -129,6 +129,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lora_alpha", type=float, default=32, help="scale of the LoRA update: alpha / rank")
     add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
+    add("--log_completions", type=int, default=0, help="show samples every so many steps, and keep all; 0: off")
     add("--seed", type=int, default=0, help="of the adapter's start, the order of prompts and the sampling noise")
     add("--timeout", type=float, default=300, help="seconds without a group (from living samplers) before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the first group")

@@ -22,6 +22,7 @@ from grpo.adapters import AdapterStore
 from grpo.batch import Batch, collate, deal, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.collector import Collector
+from grpo.completions import CompletionLog
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
 from grpo.models import DTYPES, add_lora, load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
@@ -76,16 +77,17 @@ class Learner:
         self._on_rank_zero(self._refuse_used_folder)
         self._stop_signal: str | None = None
         self._listen_to_signals()
-        self.channel = self.collector = self.log = None  # rank 0 alone has them
+        self.channel = self.collector = self.log = self.completions = None  # rank 0 alone has them
         torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
         model = load_model(args.model_path)
         self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.tokenizer = load_tokenizer(args.model_path)
         self.run = {
             "run_id": uuid.uuid4().hex,
             "protocol": PROTOCOL_VERSION,
             "model_path": args.model_path,
             "model": model_fingerprint(model),
-            "tokenizer": tokenizer_fingerprint(load_tokenizer(args.model_path)),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "save_path": str(self.store.path),
         }
         self.engine, self.dtype = make_engine(model, args, read_ds_config(args.ds_config, self.ranks.size))
@@ -114,6 +116,7 @@ class Learner:
         `advantages` holds (G,) or (G, C) per group; `count(completion_mask, max_new_tokens)` is what the loss is
         divided by, added up over the whole step.
         """
+        self._advantages = advantages
         accumulation = self.engine.gradient_accumulation_steps()
         # as many rows of a group as fit a micro-batch stay together, for they share their prompt
         size = math.gcd(self.engine.train_micro_batch_size_per_gpu(), groups[0].size)
@@ -148,6 +151,8 @@ class Learner:
         averages = means.over_ranks(self.ranks)
         if self.log:
             self._log(groups, averages, trained)
+        if self.completions:
+            self.completions.log(self.steps_done, groups, self._advantages)
 
     def publish(self) -> None:
         """Write the engine's present adapter as version `steps_done`; every rank takes part."""
@@ -182,6 +187,8 @@ class Learner:
             self.channel.stop_samplers(reason)
             self.channel.close()
             self.log.close()
+            if self.completions:
+                self.completions.close()
             print(f"run ended after {self.steps_done} steps ({reason}); adapter in {self.store.path / 'latest'}")
         self.ranks.close()
 
@@ -240,6 +247,9 @@ class Learner:
         )
         self.channel = LearnerChannel(f"tcp://{args.host}:{args.port}", self.collector, args.sampler_timeout)
         self.log = MetricsLog(self.store.path / "metrics.jsonl")
+        if args.log_completions:
+            path = self.store.path / "completions.jsonl"
+            self.completions = CompletionLog(path, self.tokenizer, args.log_completions)
         print(
             f"learner: run {self.run['run_id'][:8]} in {self.store.path}, {self.ranks.size} ranks, {self.dtype}, "
             f"{self.groups_per_step} prompts x {args.group_size} completions a step, "
