@@ -53,8 +53,8 @@ class RewardPool:
             if workers
             else ThreadPoolExecutor(1, thread_name_prefix="reward")
         )
-        # a process imports the user's code before its first reward; that is not the reward's time
-        self._starting = [self._executor.submit(os.getpid) for _ in range(workers)]
+        # a process imports the user's code with its first task; that is not the reward's time
+        self._starting = [self._executor.submit(callable, reward_function) for _ in range(workers)]
 
     def score_all(self, responses: list[str], answer: str, prompt_index: int) -> list[Score]:
         """The scores of a group's responses, in their order.
