@@ -8,16 +8,13 @@ import sampling_worker
 
 
 def even(response: str, answer: str) -> dict:
-    """A reward in 0..1 that any model can earn: the share of even numbers among the words."""
-    words = response.split()
-    count = sum(word.isdigit() and int(word) % 2 == 0 for word in words)
-    return {"reward": count / max(1, len(words)), "length": float(len(words))}
+    """A reward in 0..1 that any model can earn: the share of even digits among the characters."""
+    return {"reward": sum(c in "02468" for c in response) / max(1, len(response)), "length": float(len(response))}
 
 
 def steps(response: str, answer: str) -> dict:
-    """Process rewards: each word is a step that earns 1 if it is an even number."""
-    words = list(re.finditer(r"\S+", response))
-    each = [(word.end(), float(word[0].isdigit() and int(word[0]) % 2 == 0)) for word in words]
+    """Process rewards: each digit is a step that earns 1 if it is even."""
+    each = [(digit.end(), float(digit[0] in "02468")) for digit in re.finditer(r"[0-9]", response)]
     return {"reward": sum(reward for _, reward in each), "steps": each}
 
 
