@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and 
 
 import torch
 
+from grpo.adapters import AdapterError
 from grpo.batch import Batch
 from grpo.channel import ChannelError
 from grpo.learner import Learner, StepData
@@ -168,5 +169,5 @@ def yes_no(text: str) -> bool:
 if __name__ == "__main__":
     try:
         main()
-    except (ChannelError, ModelNotFound, ValueError) as error:
+    except (ChannelError, AdapterError, ModelNotFound, ValueError) as error:
         sys.exit(f"training_worker: {error}" if os.environ.get("RANK", "0") == "0" else 1)

@@ -81,7 +81,7 @@ class _Endpoint:
         self._wake_receiver.bind(self._wake_address)
         self._wake_sender = self._context.socket(zmq.PUSH)
         self._wake_sender.connect(self._wake_address)
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a signal handler may close the channel in the middle of a wake-up
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wake(self) -> None:
@@ -160,11 +160,15 @@ class _Endpoint:
 
 
 class LearnerChannel(_Endpoint):
-    """The learner's end: binds `address`, talks to any number of samplers on behalf of a Desk."""
+    """The learner's end: binds `address` at once, and from `start` on talks to samplers on behalf of a Desk.
 
-    def __init__(self, address: str, desk: Desk, silence_limit: float):
+    What samplers send before that waits in the socket, so the port is sure before a model is loaded.
+    """
+
+    def __init__(self, address: str, silence_limit: float):
         super().__init__("learner-channel")
-        self.address, self._desk, self._silence_limit = address, desk, silence_limit
+        self.address, self._silence_limit = address, silence_limit
+        self._desk: Desk | None = None
         self._last_heard: dict[bytes, float] = {}  # welcomed samplers only
         self._wants: dict[bytes, tuple[int, int]] = {}  # unanswered requests: (number, capacity)
         self._answers: dict[bytes, tuple[int, list[bytes]]] = {}  # the last answered one: (number, frames)
@@ -178,6 +182,10 @@ class LearnerChannel(_Endpoint):
             self._socket.close(linger=0)
             self.close()
             raise ChannelError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
+
+    def start(self, desk: Desk) -> None:
+        """Begin to answer samplers."""
+        self._desk = desk
         self._thread.start()
 
     @property
@@ -270,7 +278,7 @@ class SamplerChannel(_Endpoint):
         self._hello, self._timeout, self._startup_timeout = hello, timeout, startup_timeout
         self._inbox: queue.Queue[tuple[str, dict]] = queue.Queue()
         self._unacknowledged: dict[int, tuple[float, list[bytes]]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._number = 0  # of the latest request for tickets
         self._want: list[bytes] | None = None  # that request, until it is answered
         self._welcomed = False

@@ -31,6 +31,7 @@ class Collector:
         )
         self._book: TicketBook | None = None  # made when the first sampler tells the size of the dataset
         self._shared: dict = {}
+        self._known: set[str] = set()  # samplers that are or were here
         self._groups: dict[int, Group] = {}
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
@@ -52,7 +53,9 @@ class Collector:
             if self._book is None:
                 self._book = TicketBook(num_prompts=int(header["num_prompts"]), **self._book_settings)
             self._book.release(sampler_id, keep=set(header["holding"]))
-            print(f"sampler {sampler_id} joined")
+            if sampler_id not in self._known:
+                self._known.add(sampler_id)
+                print(f"sampler {sampler_id} joined", flush=True)
             return self._welcome | {"version": self._book.version}
 
     def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:

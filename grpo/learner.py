@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
-from grpo.adapters import AdapterStore
+from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch, collate, deal, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.collector import Collector
@@ -74,10 +74,11 @@ class Learner:
         self.args = args
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
-        self._on_rank_zero(self._refuse_used_folder)
-        self._stop_signal: str | None = None
-        self._listen_to_signals()
         self.channel = self.collector = self.log = self.completions = None  # rank 0 alone has them
+        self._on_rank_zero(self._claim_port_and_folder)
+        self._stop_signal: str | None = None
+        self._failure: ChannelError | None = None
+        self._listen_to_signals()
         torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
         model = load_model(args.model_path)
         self.vocab_size = model.get_input_embeddings().num_embeddings
@@ -95,7 +96,7 @@ class Learner:
         self.steps_done, self.version, self._saved = 0, -1, 0
         self._on_rank_zero(lambda: self.store.write_run(self.run))
         self.publish()
-        self._on_rank_zero(lambda: self._open(needs_reference))
+        self._on_rank_zero(lambda: self._open_for_samplers(needs_reference))
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -179,18 +180,20 @@ class Learner:
         )
 
     def close(self) -> None:
-        """Tell the samplers that the run is over, then leave; what is trained is published already."""
+        """Save, tell the samplers that the run is over, leave; raises what ended the run if it was a failure."""
         if self._saved != self.steps_done:
             self.save()
         if self.channel:
-            reason = self._stop_signal or f"--max_steps {self.args.max_steps} reached"
-            self.channel.stop_samplers(reason)
+            reason = self._failure or self._stop_signal or f"--max_steps {self.args.max_steps} reached"
+            self.channel.stop_samplers(str(reason))
             self.channel.close()
             self.log.close()
             if self.completions:
                 self.completions.close()
             print(f"run ended after {self.steps_done} steps ({reason}); adapter in {self.store.path / 'latest'}")
         self.ranks.close()
+        if self._failure:
+            raise self._failure
 
     # -- the start ---------------------------------------------------------------------------------------------
 
@@ -200,7 +203,7 @@ class Learner:
         if self.ranks.rank == 0:
             try:
                 action()
-            except (ChannelError, ValueError, OSError) as error:
+            except (ChannelError, AdapterError, ValueError, OSError) as error:
                 failure = error
         word, _ = self.ranks.share(STOP if failure else STEP)
         if failure:
@@ -208,7 +211,9 @@ class Learner:
         if word == STOP:
             sys.exit(1)
 
-    def _refuse_used_folder(self) -> None:
+    def _claim_port_and_folder(self) -> None:
+        """First of all, for these are the commonest mistakes and a model may take minutes to load."""
+        self.channel = LearnerChannel(f"tcp://{self.args.host}:{self.args.port}", self.args.sampler_timeout)
         run = self.store.read_run()
         if run:
             raise ValueError(
@@ -227,7 +232,7 @@ class Learner:
             )
         return sequences // group_size
 
-    def _open(self, needs_reference: bool) -> None:
+    def _open_for_samplers(self, needs_reference: bool) -> None:
         args = self.args
         welcome = {
             "run_id": self.run["run_id"],
@@ -245,7 +250,7 @@ class Learner:
             seed=args.seed,
             max_steps=args.max_steps,
         )
-        self.channel = LearnerChannel(f"tcp://{args.host}:{args.port}", self.collector, args.sampler_timeout)
+        self.channel.start(self.collector)
         self.log = MetricsLog(self.store.path / "metrics.jsonl")
         if args.log_completions:
             path = self.store.path / "completions.jsonl"
@@ -289,9 +294,10 @@ class Learner:
             try:
                 self.channel.check()
                 self._check_patience(started)
-            except ChannelError:
+            except ChannelError as error:
+                self._failure = error  # the work so far is saved before it is raised
                 self.ranks.share(STOP)
-                raise
+                return None
             self.ranks.share()
             if time.monotonic() - noticed >= NOTICE_SECONDS:
                 noticed = time.monotonic()

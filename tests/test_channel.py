@@ -48,7 +48,8 @@ def wire():
             defaults = dict(groups_per_step=2, max_staleness=0, seed=0, max_steps=0)
             silence = settings.pop("silence_limit", 30)
             collector = Collector(RUN, WELCOME, **defaults | settings)
-            opened.append(LearnerChannel(self.address, collector, silence))
+            opened.append(LearnerChannel(self.address, silence))
+            opened[-1].start(collector)
             return collector, opened[-1]
 
         def sampler(self, name="s", timeout=30.0, startup=30.0, **changes) -> SamplerChannel:
