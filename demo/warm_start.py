@@ -17,7 +17,6 @@ Prompts are rendered by data.py, as for the sampler. The loss is the cross entro
 end token included, averaged over the tokens of the batch. All weights are trained in fp32 and saved in the
 dtype that they came in.
 
-Shapes: B sequences, P longest prompt (padded left), C longest completion (padded right), V vocabulary.
 """
 import argparse
 import math
@@ -29,11 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import data
 from demo.problems import LARGEST
+from grpo.batch import Batch, collate
+from grpo.logprobs import completion_logprobs
 
 BROKEN_SHARE = 0.45
 WRONG_NUMBER_SHARE = 0.08
@@ -109,38 +109,21 @@ def draw_batches(rows: list[dict], batch_size: int, rng: random.Random) -> Itera
 
 # ---------------------------------------------------------------- loss and training
 
-def make_batch(tokenizer, pairs: list[tuple[str, str]], system_prompt: str) -> dict[str, torch.Tensor]:
-    """(question, completion) pairs as tensors; masks by position, so that pad and end may be one token."""
+def make_batch(tokenizer, items: list[tuple[str, list[str]]], system_prompt: str) -> Batch:
+    """Questions, each with the same number of completions, as a batch; the end token belongs to a completion."""
     prompts, completions = [], []
-    for question, completion in pairs:
+    for question, texts in items:
         opened = data.response_prefix(data.render_prompt(tokenizer, question, system_prompt))
-        prompts.append(data.encode_prompt(tokenizer, question, system_prompt))
-        completions.append([*tokenizer.encode(completion.removeprefix(opened), add_special_tokens=False),
-                            tokenizer.eos_token_id])
-    longest_prompt, longest_completion = max(map(len, prompts)), max(map(len, completions))
-    shape = len(pairs), longest_prompt + longest_completion                     # B, P + C
-    input_ids = torch.full(shape, tokenizer.eos_token_id)
-    attention_mask = torch.zeros(shape, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start, end = longest_prompt - len(prompt), longest_prompt + len(completion)
-        input_ids[row, start:end] = torch.tensor(prompt + completion)
-        attention_mask[row, start:end] = 1
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "completion_mask": attention_mask[:, longest_prompt:].bool(),           # B, C
-    }
+        prompts.append(torch.tensor(data.encode_prompt(tokenizer, question, system_prompt)))
+        for text in texts:
+            ids = tokenizer.encode(text.removeprefix(opened), add_special_tokens=False)
+            completions.append(torch.tensor([*ids, tokenizer.eos_token_id]))
+    return collate(prompts, completions)
 
 
-def completion_loss(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def completion_loss(model, batch: Batch) -> torch.Tensor:
     """Mean cross entropy over the completion tokens of the batch, in nats."""
-    completion_mask = batch["completion_mask"]
-    length = completion_mask.shape[1]
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-                   position_ids=batch["position_ids"], logits_to_keep=length + 1, use_cache=False).logits
-    targets = batch["input_ids"][:, -length:]
-    return F.cross_entropy(logits[:, :-1][completion_mask].float(), targets[completion_mask])
+    return -completion_logprobs(model, batch, temperature=1.0)[0][batch.completion_mask].mean()
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -152,25 +135,30 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def train(model, tokenizer, rows: list[dict], demonstrate: Demonstrate, *, steps: int, batch_size: int,
-          learning_rate: float, seed: int, system_prompt: str, micro_batch_size: int) -> list[float]:
-    """Train all weights in place; the loss of each step, whatever the micro-batches to rounding."""
+          learning_rate: float, seed: int, system_prompt: str, micro_batch_size: int, each: int = 1) -> list[float]:
+    """Train all weights in place; the loss of each step, whatever the micro-batches to rounding.
+
+    A step takes batch_size demonstrations, `each` of them of one question, which is then run only once.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: learning_rate_factor(done + 1, steps))
-    batches, losses, started = draw_batches(rows, batch_size, rng), [], time.perf_counter()
+    batches, losses, started = draw_batches(rows, batch_size // each, rng), [], time.perf_counter()
     model.train()
     for step in range(1, steps + 1):
-        pairs = [(row["question"], demonstrate(row, rng)) for row in next(batches)]
-        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))            # little padding in a micro-batch
-        micro_batches = [make_batch(tokenizer, pairs[start:start + micro_batch_size], system_prompt)
-                         for start in range(0, batch_size, micro_batch_size)]
-        tokens = sum(int(batch["completion_mask"].sum()) for batch in micro_batches)
+        items = [(row["question"], [demonstrate(row, rng) for _ in range(each)]) for row in next(batches)]
+        items.sort(key=lambda item: len(item[0]) + max(map(len, item[1])))  # little padding in a micro-batch
+        size = max(1, micro_batch_size // each)
+        micro_batches = [
+            make_batch(tokenizer, items[start : start + size], system_prompt) for start in range(0, len(items), size)
+        ]
+        tokens = sum(int(batch.completion_mask.sum()) for batch in micro_batches)
         loss = 0.0
         for batch in micro_batches:
-            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            share = completion_loss(model, batch) * batch["completion_mask"].sum() / tokens
+            batch = batch.to(model.device)
+            share = completion_loss(model, batch) * batch.completion_mask.sum() / tokens
             share.backward()
             loss += share.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
@@ -194,6 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=37, help="optimizer steps")
     parser.add_argument("--batch_size", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--micro_batch_size", type=int, default=64, help="so many at a time, for memory")
+    parser.add_argument("--each", type=int, default=1, help="so many of them of the same question, which saves time")
     parser.add_argument("--learning_rate", type=float, default=5e-5, help="the peak of a cosine")
     parser.add_argument("--seed", type=int, default=0, help="order of the rows, draws of the demonstrations")
     parser.add_argument("--max_examples", type=int, help="use the first so many rows only; all if not given")
@@ -201,6 +190,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="clean: each row's own rationale; sloppy: spoilt, for the demo's problems")
     parser.add_argument("--system_prompt", default=data.SYSTEM_PROMPT, help="as given to the sampler")
     args = parser.parse_args(argv)
+    if args.batch_size % args.each:
+        parser.error(f"--batch_size {args.batch_size} is no multiple of --each {args.each}")
     try:
         rows = read_rows(args.data, args.demonstrations, args.max_examples)
     except ValueError as error:
@@ -212,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     train(model, tokenizer, rows, DEMONSTRATIONS[args.demonstrations], steps=args.steps,
           batch_size=args.batch_size, learning_rate=args.learning_rate, seed=args.seed,
-          system_prompt=args.system_prompt, micro_batch_size=args.micro_batch_size)
+          system_prompt=args.system_prompt, micro_batch_size=args.micro_batch_size, each=args.each)
     model.to(saved_dtype).save_pretrained(Path(args.output_path))
     tokenizer.save_pretrained(Path(args.output_path))
     print(f"{args.output_path}: {args.steps} steps on {len(rows)} rows, saved in {saved_dtype}")

@@ -140,14 +140,15 @@ def test_loss_is_over_the_completion_and_its_end_token_alone(tiny_folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     pairs = [("Ada has 4 pens.", "<think> 1</think><answer> 7</answer>"), ("Is it 5?", " 8")]
-    batch = warm_start.make_batch(tokenizer, pairs, problems.SYSTEM_PROMPT)
+    items = [(question, [completion]) for question, completion in pairs]
+    batch = warm_start.make_batch(tokenizer, items, problems.SYSTEM_PROMPT)
     losses = []
     for question, completion in pairs:                     # each sequence alone, no padding
         prompt = data.encode_prompt(tokenizer, question, problems.SYSTEM_PROMPT)
         ids = prompt + tokenizer.encode(completion) + [tokenizer.eos_token_id]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         losses += [-logprobs[t - 1, ids[t]] for t in range(len(prompt), len(ids))]
-    assert len(losses) == int(batch["completion_mask"].sum()) == 7 + 2
+    assert len(losses) == int(batch.completion_mask.sum()) == 7 + 2
     torch.testing.assert_close(warm_start.completion_loss(model, batch), torch.stack(losses).mean())
 
 
