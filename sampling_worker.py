@@ -8,6 +8,9 @@ It connects to the learner (training_worker.py) over ZeroMQ in either start orde
 and a seed, and for each one sends a Group: G completions with sampling, old and reference log-probs and rewards.
 Before each batch it loads the newest adapter that the learner has published in --lora_path.
 
+Deviations from the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1): pi_old's log-probs are scored by the learner's
+own forward function instead of taken from the decoder, for in half precision the two differ.
+
 Shapes: B prompts, G completions of each, P prompt tokens, C completion tokens, N completion tokens of a group.
 """
 

@@ -6,6 +6,12 @@ Rank 0 listens for samplers (sampling_worker.py) and hands each step's groups to
 of the sequences. After each step the LoRA adapter is published in --save_path, where the samplers find it. One rank
 also runs under plain `python training_worker.py`.
 
+Deviations from the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1):
+1. Sampling and training overlap: a group may be --max_staleness steps old; the ratio to its own policy corrects for it.
+2. One denominator for the whole optimizer step, whatever its split over ranks and micro-batches.
+3. The standard deviation of a group has 1e-4 added, and equal rewards give advantages of exactly 0.
+4. The reference policy is the base model, the adapter switched off; it is not renewed.
+
 Shapes: B sequences of a micro-batch, G completions of a prompt, C completion tokens.
 """
 
