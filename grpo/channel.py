@@ -23,6 +23,7 @@ from grpo.tickets import Ticket
 
 BEAT_SECONDS = 2.0
 NOTICE_SECONDS = 10.0  # how often a wait says what it waits for
+REFUSAL_SECONDS = 10.0  # how long a refusal that may pass is met with another HELLO
 RESEND_SECONDS = 20.0  # an unacknowledged group is sent again after this
 MAX_REFUSED_GROUPS = 10  # a sampler whose groups are not taken stops instead of generating for nothing
 LINGER_MS = 2000  # what a closing socket may take to hand over its last messages
@@ -31,6 +32,14 @@ MAX_HEADER_BYTES = 1 << 20
 
 class ChannelError(RuntimeError):
     """The other side refused, fell silent, or the address cannot be used; the message names it and the flag."""
+
+
+class Refusal(ChannelError):
+    """The learner's reason for refusing a sampler; `passing` if it may be about to go away by itself."""
+
+    def __init__(self, reason: str, passing: bool = False):
+        super().__init__(reason)
+        self.passing = passing
 
 
 def _frames(kind: str, header: dict | None = None, blob: bytes | None = None) -> list[bytes]:
@@ -54,7 +63,7 @@ class Desk(Protocol):
     """What the learner's end calls for each message; see grpo/collector.py."""
 
     def hello(self, sampler_id: str, header: dict) -> dict:
-        """Return the WELCOME header, or raise ChannelError with the reason for refusing."""
+        """Return the WELCOME header, or raise Refusal."""
 
     def grant(self, sampler_id: str, capacity: int) -> list[Ticket]: ...
 
@@ -237,8 +246,9 @@ class LearnerChannel(_Endpoint):
     def _welcome(self, identity: bytes, sampler_id: str, header: dict) -> None:
         try:
             welcome = self._desk.hello(sampler_id, header)
-        except ChannelError as refusal:
-            return self._send([identity, *_frames("REFUSED", {"reason": str(refusal)})])
+        except Refusal as refusal:
+            header = {"reason": str(refusal), "passing": refusal.passing}
+            return self._send([identity, *_frames("REFUSED", header)])
         self._last_heard[identity] = time.monotonic()
         self._send([identity, *_frames("WELCOME", welcome)])
 
@@ -285,6 +295,7 @@ class SamplerChannel(_Endpoint):
         self._waiting_tickets: set[int] = set()  # granted, not yet sent or dropped
         self.stop_reason: str | None = None
         self.refused = 0  # groups that the learner would not take
+        self._refused_since = 0.0
         self._started = self._last_heard = self._last_beat = time.monotonic()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, sampler_id.encode("ascii"))
@@ -376,7 +387,9 @@ class SamplerChannel(_Endpoint):
         if kind == "WHO":
             self._send(self._hello_frames())
         elif kind == "REFUSED":
-            raise ChannelError(f"the learner at {self.address} refused this sampler: {header['reason']}")
+            self._refused_since = self._refused_since or time.monotonic()
+            if not header["passing"] or time.monotonic() - self._refused_since > REFUSAL_SECONDS:
+                raise ChannelError(f"the learner at {self.address} refused this sampler: {header['reason']}")
         elif kind == "WELCOME":
             if self._welcomed:
                 self._resume()

@@ -7,7 +7,7 @@ Everything they share is behind one lock.
 import threading
 import time
 
-from grpo.channel import ChannelError
+from grpo.channel import Refusal
 from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
 from grpo.tickets import Ticket, TicketBook
 
@@ -40,13 +40,13 @@ class Collector:
     # -- called by the channel's thread ------------------------------------------------------------------------
 
     def hello(self, sampler_id: str, header: dict) -> dict:
-        """Compare the sampler's facts with the run's; the WELCOME header, or ChannelError naming what disagrees."""
+        """Compare the sampler's facts with the run's; the WELCOME header, or Refusal naming what disagrees."""
         self._check_hello(header)
         with self._changed:
             for name, flag in _SHARED.items():
                 expected = self._shared.setdefault(name, header[name])
                 if header[name] != expected:
-                    raise ChannelError(
+                    raise Refusal(
                         f"its {name} is {header[name]!r}, the run's first sampler has {expected!r}; "
                         f"start every sampler with the same {flag}"
                     )
@@ -139,27 +139,28 @@ class Collector:
     def _check_hello(self, header: dict) -> None:
         run, group_size = self._run, self._welcome["group_size"]
         if header["protocol"] != PROTOCOL_VERSION:
-            raise ChannelError(
+            raise Refusal(
                 f"it speaks protocol {header['protocol']!r}, the learner {PROTOCOL_VERSION}; use one checkout for both"
             )
         for name, flag in (("model", "--model_path"), ("tokenizer", "--model_path")):
             if header[name] != run[name]:
-                raise ChannelError(
+                raise Refusal(
                     f"its {name} ({header['model_path']}, fingerprint {str(header[name])[:12]}) is not the learner's "
                     f"({run['model_path']}, {run[name][:12]}); start both with the same {flag}"
                 )
         if header["run_id"] != run["run_id"]:
             found = f"run {header['run_id']}" if header["run_id"] else "no run.json"
-            raise ChannelError(
+            raise Refusal(
                 f"its adapter folder {header['lora_path']} holds {found}, the learner publishes run {run['run_id']} in "
-                f"{run['save_path']}; start the sampler with --lora_path {run['save_path']}"
+                f"{run['save_path']}; start the sampler with --lora_path {run['save_path']}",
+                passing=True,  # the file may have been written a moment ago, or not be visible over the network yet
             )
         if header["batch_size"] % group_size:
-            raise ChannelError(
+            raise Refusal(
                 f"its --batch_size {header['batch_size']} is no multiple of the learner's --group_size {group_size}"
             )
         if int(header["num_prompts"]) < 1:
-            raise ChannelError("its dataset is empty; give another --dataset")
+            raise Refusal("its dataset is empty; give another --dataset")
 
     def _check_group(self, group: Group, ticket_id: int) -> None:
         if group.ticket_id != ticket_id or not self._book.issued(ticket_id):

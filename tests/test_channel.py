@@ -107,11 +107,25 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("changes, words", REFUSALS.values(), ids=REFUSALS.keys())
-def test_a_disagreement_is_refused_with_both_values_and_the_flag(wire, changes, words):
+def test_a_disagreement_is_refused_with_both_values_and_the_flag(wire, changes, words, monkeypatch):
+    monkeypatch.setattr(channel_module, "REFUSAL_SECONDS", 1.0)
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
     wire.learner()
     with pytest.raises(ChannelError) as error:
         wire.sampler(**changes).connect()
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_sampler_that_was_there_before_the_runs_folder_is_welcomed_once_it_sees_it(wire, monkeypatch):
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
+    facts = {"run_id": None}
+    wire.learner()
+    sampler = SamplerChannel(wire.address, "early", lambda: FACTS | facts, 30.0, 30.0)
+    threading.Timer(1.0, facts.update, [{"run_id": "run"}]).start()
+    try:
+        assert sampler.connect()["run_id"] == "run"
+    finally:
+        sampler.close(limit=5)
 
 
 @pytest.mark.parametrize("changes", [dict(dataset="other"), dict(num_prompts=11), dict(max_new_tokens=9)])
