@@ -55,6 +55,8 @@ from grpo.scoring import RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
 from utils import check_answer, check_answer_lenient, check_format, reward_function
 
+MAX_LOGITS = 1 << 28  # elements that scoring may hold at a time: 1 GiB in float32
+
 
 def main() -> None:
     """Serve tickets until the learner ends the run."""
@@ -66,8 +68,8 @@ def main() -> None:
         for tickets in sampler.tickets():  # sample D_b
             sampler.load_newest(at_least=max(ticket.version for ticket in tickets))  # pi_old <- pi_theta
             prompts = sampler.prompts(tickets)
-            for ticket, completions in sampler.generate(prompts):  # o_1 .. o_G ~ pi_old
-                group = sampler.score(ticket, prompts[ticket], completions)  # log-probs under pi_old and pi_ref
+            completions = sampler.generate(prompts)  # o_1 .. o_G ~ pi_old
+            for group in sampler.score(prompts, completions):  # log-probs under pi_old and pi_ref
                 sampler.outbox.put(group)  # r_1 .. r_G, then to the learner, while the next completions are generated
 
 
@@ -142,29 +144,45 @@ class Sampler:
                 self.channel.drop(ticket.ticket_id, "prompt longer than --max_prompt_length")
         return prompts
 
-    def generate(self, prompts: dict[Ticket, list[int]]):
-        """G completions for each ticket, as (ticket, completions) pairs."""
+    def generate(self, prompts: dict[Ticket, list[int]]) -> list[list[Completion]]:
+        """G completions for each prompt."""
         if not prompts:
             return []
         started = time.monotonic()
+        seeds = [ticket.seed for ticket in prompts]
         groups = self.policy.generate(
-            list(prompts.values()),
-            [ticket.seed for ticket in prompts],
-            self.welcome["group_size"],
-            self.args.max_new_tokens,
+            list(prompts.values()), seeds, self.welcome["group_size"], self.args.max_new_tokens
         )
         self.generation_seconds = (time.monotonic() - started) / len(prompts)
-        return zip(prompts, groups, strict=True)
+        return groups
 
-    def score(self, ticket: Ticket, prompt_ids: list[int], completions: list[Completion]) -> Group:
-        """A Group that lacks its rewards: old and reference log-probs come from the learner's forward function."""
+    def score(self, prompts: dict[Ticket, list[int]], completions: list[list[Completion]]) -> Iterator[Group]:
+        """Groups that lack their rewards: old and reference log-probs come from the learner's forward function."""
+        pairs = list(zip(prompts.items(), completions, strict=True))
+        # as many groups at a time as keep the logits, rows x C x V, within bounds
+        elements = self.welcome["group_size"] * self.args.max_new_tokens * self.welcome["vocab_size"]
+        size = max(1, MAX_LOGITS // elements)
+        for start in range(0, len(pairs), size):
+            yield from self.score_together(pairs[start : start + size])
+
+    def score_together(self, pairs: list) -> Iterator[Group]:
+        """The groups of some ((ticket, prompt ids), completions) pairs, by one forward pass for each policy."""
         started = time.monotonic()
-        prompt = torch.tensor(prompt_ids, dtype=torch.int32)
-        ids = [completion.ids for completion in completions]
-        batch = collate([prompt], ids)
+        tensors = [torch.tensor(prompt_ids, dtype=torch.int32) for (_, prompt_ids), _ in pairs]
+        batch = collate(tensors, [completion.ids for _, group in pairs for completion in group])
+        sizes = [sum(len(completion.ids) for completion in group) for _, group in pairs]  # N of each group
+        old, ref = [None] * len(pairs), [None] * len(pairs)
+        if self.args.old_logprobs == "scored":
+            old = self.policy.logprobs(batch).split(sizes)
+        if self.welcome["needs_reference"]:
+            ref = self.policy.reference_logprobs(batch).split(sizes)
+        seconds = (time.monotonic() - started) / len(pairs)
+        for i, ((ticket, _), group) in enumerate(pairs):
+            yield self.make_group(ticket, tensors[i], group, old[i], ref[i], seconds)
+
+    def make_group(self, ticket: Ticket, prompt_ids, completions: list[Completion], old, ref, seconds: float) -> Group:
+        """Everything known of a group before its rewards; without `old`, the decoder's log-probs stand for pi_old's."""
         sampling = torch.cat([completion.logprobs for completion in completions])  # (N,)
-        old = sampling.clone() if self.args.old_logprobs == "sampled" else self.policy.logprobs(batch)
-        ref = self.policy.reference_logprobs(batch) if self.welcome["needs_reference"] else None
         return Group(
             ticket_id=ticket.ticket_id,
             prompt_index=ticket.prompt_index,
@@ -173,18 +191,15 @@ class Sampler:
             adapter_version=self.policy.version,
             adapter_sha256=self.policy.sha256,
             temperature=self.welcome["temperature"],
-            prompt_ids=prompt,
-            completion_ids=torch.cat(ids),
-            lengths=torch.tensor([len(row) for row in ids], dtype=torch.int32),
+            prompt_ids=prompt_ids,
+            completion_ids=torch.cat([completion.ids for completion in completions]),
+            lengths=torch.tensor([len(completion.ids) for completion in completions], dtype=torch.int32),
             truncated=torch.tensor([completion.truncated for completion in completions]),
             sampling_logprobs=sampling,
-            old_logprobs=old,
+            old_logprobs=sampling.clone() if old is None else old,
             ref_logprobs=ref,
-            rewards=torch.full((len(ids),), torch.nan),
-            stats={
-                "generation_seconds": self.generation_seconds,
-                "scoring_seconds": time.monotonic() - started,
-            },
+            rewards=torch.full((len(completions),), torch.nan),
+            stats={"generation_seconds": self.generation_seconds, "scoring_seconds": seconds},
         )
 
     def reward_and_send(self, group: Group) -> None:

@@ -76,7 +76,7 @@ def make_model(folder: Path, problems: Path, model: Path, seed: int) -> None:
         [
             *(*common, str(model), "--model_path", str(folder / "untrained"), "--data", str(problems / "train.jsonl")),
             *("--demonstrations", "sloppy", "--system_prompt", SYSTEM_PROMPT),
-            *("--steps", "300", "--batch_size", "64", "--each", "2", "--learning_rate", "5e-3"),
+            *("--steps", "300", "--batch_size", "64", "--learning_rate", "5e-3"),
         ]
     )
 

@@ -109,15 +109,14 @@ def draw_batches(rows: list[dict], batch_size: int, rng: random.Random) -> Itera
 
 # ---------------------------------------------------------------- loss and training
 
-def make_batch(tokenizer, items: list[tuple[str, list[str]]], system_prompt: str) -> Batch:
-    """Questions, each with the same number of completions, as a batch; the end token belongs to a completion."""
+def make_batch(tokenizer, pairs: list[tuple[str, str]], system_prompt: str) -> Batch:
+    """(question, completion) pairs as a batch; the end token belongs to the completion."""
     prompts, completions = [], []
-    for question, texts in items:
+    for question, completion in pairs:
         opened = data.response_prefix(data.render_prompt(tokenizer, question, system_prompt))
         prompts.append(torch.tensor(data.encode_prompt(tokenizer, question, system_prompt)))
-        for text in texts:
-            ids = tokenizer.encode(text.removeprefix(opened), add_special_tokens=False)
-            completions.append(torch.tensor([*ids, tokenizer.eos_token_id]))
+        ids = tokenizer.encode(completion.removeprefix(opened), add_special_tokens=False)
+        completions.append(torch.tensor([*ids, tokenizer.eos_token_id]))
     return collate(prompts, completions)
 
 
@@ -135,24 +134,21 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def train(model, tokenizer, rows: list[dict], demonstrate: Demonstrate, *, steps: int, batch_size: int,
-          learning_rate: float, seed: int, system_prompt: str, micro_batch_size: int, each: int = 1) -> list[float]:
-    """Train all weights in place; the loss of each step, whatever the micro-batches to rounding.
-
-    A step takes batch_size demonstrations, `each` of them of one question, which is then run only once.
-    """
+          learning_rate: float, seed: int, system_prompt: str, micro_batch_size: int) -> list[float]:
+    """Train all weights in place; the loss of each step, whatever the micro-batches to rounding."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: learning_rate_factor(done + 1, steps))
-    batches, losses, started = draw_batches(rows, batch_size // each, rng), [], time.perf_counter()
+    batches, losses, started = draw_batches(rows, batch_size, rng), [], time.perf_counter()
     model.train()
     for step in range(1, steps + 1):
-        items = [(row["question"], [demonstrate(row, rng) for _ in range(each)]) for row in next(batches)]
-        items.sort(key=lambda item: len(item[0]) + max(map(len, item[1])))  # little padding in a micro-batch
-        size = max(1, micro_batch_size // each)
+        pairs = [(row["question"], demonstrate(row, rng)) for row in next(batches)]
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))  # little padding in a micro-batch
         micro_batches = [
-            make_batch(tokenizer, items[start : start + size], system_prompt) for start in range(0, len(items), size)
+            make_batch(tokenizer, pairs[start : start + micro_batch_size], system_prompt)
+            for start in range(0, batch_size, micro_batch_size)
         ]
         tokens = sum(int(batch.completion_mask.sum()) for batch in micro_batches)
         loss = 0.0
@@ -182,7 +178,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=37, help="optimizer steps")
     parser.add_argument("--batch_size", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--micro_batch_size", type=int, default=64, help="so many at a time, for memory")
-    parser.add_argument("--each", type=int, default=1, help="so many of them of the same question, which saves time")
     parser.add_argument("--learning_rate", type=float, default=5e-5, help="the peak of a cosine")
     parser.add_argument("--seed", type=int, default=0, help="order of the rows, draws of the demonstrations")
     parser.add_argument("--max_examples", type=int, help="use the first so many rows only; all if not given")
@@ -190,8 +185,6 @@ def main(argv: list[str] | None = None) -> None:
                         help="clean: each row's own rationale; sloppy: spoilt, for the demo's problems")
     parser.add_argument("--system_prompt", default=data.SYSTEM_PROMPT, help="as given to the sampler")
     args = parser.parse_args(argv)
-    if args.batch_size % args.each:
-        parser.error(f"--batch_size {args.batch_size} is no multiple of --each {args.each}")
     try:
         rows = read_rows(args.data, args.demonstrations, args.max_examples)
     except ValueError as error:
@@ -203,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     train(model, tokenizer, rows, DEMONSTRATIONS[args.demonstrations], steps=args.steps,
           batch_size=args.batch_size, learning_rate=args.learning_rate, seed=args.seed,
-          system_prompt=args.system_prompt, micro_batch_size=args.micro_batch_size, each=args.each)
+          system_prompt=args.system_prompt, micro_batch_size=args.micro_batch_size)
     model.to(saved_dtype).save_pretrained(Path(args.output_path))
     tokenizer.save_pretrained(Path(args.output_path))
     print(f"{args.output_path}: {args.steps} steps on {len(rows)} rows, saved in {saved_dtype}")

@@ -140,8 +140,7 @@ def test_loss_is_over_the_completion_and_its_end_token_alone(tiny_folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     pairs = [("Ada has 4 pens.", "<think> 1</think><answer> 7</answer>"), ("Is it 5?", " 8")]
-    items = [(question, [completion]) for question, completion in pairs]
-    batch = warm_start.make_batch(tokenizer, items, problems.SYSTEM_PROMPT)
+    batch = warm_start.make_batch(tokenizer, pairs, problems.SYSTEM_PROMPT)
     losses = []
     for question, completion in pairs:                     # each sequence alone, no padding
         prompt = data.encode_prompt(tokenizer, question, problems.SYSTEM_PROMPT)
