@@ -131,14 +131,11 @@ class _Endpoint:
                 self._tick(time.monotonic())
                 self._flush()
             self._flush()
-        except (zmq.ZMQError, OSError, ChannelError) as error:
-            self._error = error
         except Exception as error:  # whatever it is, the main thread must see it and not wait for ever
             self._error = error
         finally:
             self._wake_receiver.close(linger=0)
             self._socket.close(linger=LINGER_MS)
-            self._ended()
 
     def _drain(self) -> None:
         while not self._stopping.is_set():
@@ -163,10 +160,6 @@ class _Endpoint:
 
     def _tick(self, now: float) -> None:
         raise NotImplementedError
-
-    def _ended(self) -> None:
-        """Called at the end of the thread, whatever ended it."""
-
 
 class LearnerChannel(_Endpoint):
     """The learner's end: binds `address` at once, and from `start` on talks to samplers on behalf of a Desk.

@@ -54,11 +54,6 @@ class Group:
         """G, the number of completions."""
         return len(self.lengths)
 
-    @property
-    def staleness_key(self) -> tuple[int, int]:
-        """Oldest policy first, then ticket order: the order in which groups are trained on."""
-        return self.adapter_version, self.ticket_id
-
     def completions(self, name: str = "completion_ids") -> list[torch.Tensor]:
         """The G rows, each of its own length, of a per-token field."""
         return list(getattr(self, name).split(self.lengths.tolist()))

@@ -85,7 +85,7 @@ def test_end_characters_become_tokens():
 def slow_for_some(response: str, answer: str) -> dict:
     """A reward whose time depends on the response, so that processes finish out of order."""
     if response == "hang":
-        time.sleep(1000)
+        time.sleep(12)  # longer than the limit; the thread of a pool without processes outlives it
     if response == "die":
         os._exit(3)
     if response == "bug":
