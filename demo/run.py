@@ -93,6 +93,7 @@ def worker_flags(model: Path, problems: Path, run: Path, args: argparse.Namespac
         *("--model_path", model, "--lora_path", run, "--dataset", problems / "train.jsonl"),
         *("--system_prompt", SYSTEM_PROMPT, "--batch_size", GROUP_SIZE * PROMPTS // 2),
         *("--max_new_tokens", NEW_TOKENS, "--startup_timeout", 120, "--timeout", 120),
+        *("--old_logprobs", "sampled"),  # exact in float32, and a pass less
     ]
     return learner, sampler
 
