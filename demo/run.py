@@ -87,7 +87,7 @@ def worker_flags(model: Path, problems: Path, run: Path, args: argparse.Namespac
         *("--model_path", model, "--save_path", run, "--ds_config", "demo/ds_config.json"),
         *("--group_size", GROUP_SIZE, "--max_steps", args.steps, "--max_staleness", args.max_staleness),
         *("--lora_rank", 8, "--lora_alpha", 16, "--save_steps", 20, "--seed", args.seed),
-        *("--startup_timeout", 120, "--timeout", 120),
+        *("--beta", 0, "--startup_timeout", 120, "--timeout", 120),  # no KL term, so no reference pass
     ]
     sampler = [
         *("--model_path", model, "--lora_path", run, "--dataset", problems / "train.jsonl"),
@@ -130,7 +130,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--output_path", default="runs/demo", help="run folder, made anew")
     parser.add_argument("--seed", type=int, default=0, help="of data, model and run")
-    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=75, help="GRPO steps")
     parser.add_argument("--max_staleness", type=int, default=1, help="as for the learner")
     parser.add_argument("--port", type=int, default=5555, help="this port and the next are used")
     return parser.parse_args()
