@@ -25,7 +25,9 @@ from grpo.metrics import read_metrics
 
 DEMO = ROOT / "runs" / "demo"
 DEMO_LEARNER = "--beta 0 --group_size 8 --lora_rank 8 --lora_alpha 16 --save_steps 1000"
-DEMO_SAMPLER = f"--system_prompt {shlex.quote(SYSTEM_PROMPT)} --batch_size 64 --max_new_tokens 40 --old_logprobs sampled"
+DEMO_SAMPLER = (
+    f"--system_prompt {shlex.quote(SYSTEM_PROMPT)} --batch_size 64 --max_new_tokens 40 --old_logprobs sampled"
+)
 COLUMNS = ["reward_first", "reward_last", "approx_kl", "grad_norm", "staleness", "dropped", "step_time"]
 
 
