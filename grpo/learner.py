@@ -64,7 +64,7 @@ class Part:
 
 
 def _rows(parts: list[Part], name: str) -> list[torch.Tensor]:
-    return [part.group.completions(name)[i] for part in parts for i in part.rows]
+    return [row for part in parts for row in part.group.completions(name)[part.rows.start : part.rows.stop]]
 
 
 class Learner:
