@@ -49,6 +49,8 @@ def measure(value: str, folder: Path, args: argparse.Namespace) -> dict:
     """One run with one value."""
     folder.mkdir()
     run, config = folder / "run", json.loads(Path(args.ds_config).read_text())
+    if args.accumulation:
+        config["gradient_accumulation_steps"] = args.accumulation
     if args.vary == "learning_rate":
         config["optimizer"]["params"]["lr"] = float(value)
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -97,6 +99,7 @@ def parse_args() -> argparse.Namespace:
     add("--model_path", default=str(DEMO / "model"), help="must write the format at least some of the time")
     add("--dataset", default=str(DEMO / "problems" / "train.jsonl"), help="as for the sampler")
     add("--ds_config", default=str(ROOT / "demo" / "ds_config.json"), help="DeepSpeed configuration")
+    add("--accumulation", type=int, default=0, help="gradient_accumulation_steps; 0: the configuration's own")
     add("--learner_flags", default=DEMO_LEARNER, help="further flags of training_worker.py, in one string")
     add("--sampler_flags", default=DEMO_SAMPLER, help="further flags of sampling_worker.py, in one string")
     add("--ranks", type=int, default=2, help="ranks of the learner")

