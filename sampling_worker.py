@@ -30,13 +30,12 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
 
 import torch
-from tqdm import tqdm
 
 from data import SYSTEM_PROMPT, encode_prompt, load_examples, response_prefix
-from grpo.adapters import AdapterError, AdapterStore
+from grpo.adapters import AdapterError, AdapterStore, find_adapter
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
-from grpo.evaluation import Question, evaluate, summarize
+from grpo.evaluation import Question, evaluate, evaluate_to_files
 from grpo.generation import Completion
 from grpo.models import (
     DTYPES,
@@ -55,6 +54,7 @@ from grpo.scoring import RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
 from utils import check_answer, check_answer_lenient, check_format, reward_function
 
+TOO_LONG = "prompt longer than --max_prompt_length"
 MAX_LOGITS = 1 << 28  # elements that scoring may hold at a time: 1 GiB in float32
 
 
@@ -93,6 +93,12 @@ class Sampler:
             "batch_size": args.batch_size,
             "lora_path": str(self.store.path),
         }
+        self.held_out = None
+        try:
+            self.held_out = load_held_out(args)
+            self.facts["held_out"] = {"dataset": self.held_out.fingerprint, "num_prompts": len(self.held_out)}
+        except ValueError as error:  # of no consequence unless the learner was started with --eval_steps
+            self.facts["held_out"] = {"error": str(error)}
         host = socket.gethostname().encode("ascii", "ignore").decode()
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
@@ -123,9 +129,36 @@ class Sampler:
         return self
 
     def tickets(self) -> Iterator[list[Ticket]]:
-        """As many tickets at a time as fit --batch_size, until the learner ends the run."""
+        """As many tickets at a time as fit --batch_size, until the learner ends the run.
+
+        Tickets for held-out questions (--eval_steps of the learner) come between and are worked off here.
+        """
         room = self.args.batch_size // self.welcome["group_size"]
-        return self.channel.tickets(room, check=self.outbox.check)
+        for tickets in self.channel.tickets(room, check=self.outbox.check):
+            if tickets[0].held_out:
+                self.evaluate(tickets)
+            else:
+                yield tickets
+
+    def evaluate(self, tickets: list[Ticket]) -> None:
+        """Answer held-out questions greedily with the version that their tickets pin."""
+        version = tickets[0].version
+        self.policy.load_version(self.store, self.welcome["run_id"], version, self.args.adapter_timeout)
+        by_index = {ticket.prompt_index: ticket.ticket_id for ticket in tickets}
+        questions = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
+        for index in by_index.keys() - {question.index for question in questions}:
+            self.channel.drop(by_index[index], TOO_LONG)
+        for records in evaluate(
+            self.policy,
+            functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+            questions,
+            judge,
+            samples=0,
+            max_new_tokens=self.args.max_new_tokens,
+            batch_size=self.args.batch_size,
+        ):
+            for record in records:
+                self.channel.send(by_index[record["index"]], json.dumps(record).encode())
 
     def load_newest(self, at_least: int) -> None:
         """Hot reload: take on the newest published adapter."""
@@ -141,7 +174,7 @@ class Sampler:
             if len(prompt_ids) <= self.args.max_prompt_length:
                 prompts[ticket] = prompt_ids
             else:
-                self.channel.drop(ticket.ticket_id, "prompt longer than --max_prompt_length")
+                self.channel.drop(ticket.ticket_id, TOO_LONG)
         return prompts
 
     def generate(self, prompts: dict[Ticket, list[int]]) -> list[list[Completion]]:
@@ -248,39 +281,29 @@ class Sampler:
 def evaluate_policy(args: argparse.Namespace) -> None:
     """Accuracy on held-out questions: a summary in the terminal and in FILE.json, every completion in FILE.jsonl."""
     tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
-    questions, too_long = load_questions(tokenizer, args)
+    examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
+    indices = range(min(len(examples), args.limit or len(examples)))
+    questions = held_out_questions(tokenizer, examples, indices, args)
+    if not questions:
+        raise ValueError(f"all {len(indices)} prompts are longer than --max_prompt_length {args.max_prompt_length}")
     policy = Policy(
         model, eos_token_ids(model, tokenizer), args.device, dtype=args.dtype, temperature=args.temperature
     )
     adapter = find_adapter(args.lora_path)
     if adapter:
         policy.load_folder(adapter)
-    results = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
-    results |= {"prompts_too_long": too_long}
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    output = Path(args.evaluate_output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with open(output.with_suffix(".jsonl"), "w", encoding="utf-8") as file:
-        for name, samples in [("greedy", 0)] + [("sampled", args.samples)] * bool(args.samples):
-            records, started = [], time.monotonic()
-            bar = tqdm(total=len(questions), desc=name, disable=not sys.stderr.isatty())
-            for batch in evaluate(
-                policy,
-                decode,
-                questions,
-                judge,
-                samples=samples,
-                max_new_tokens=args.max_new_tokens,
-                batch_size=args.batch_size,
-            ):
-                records += batch
-                file.writelines(json.dumps({"decoding": name} | record) + "\n" for record in batch)
-                bar.update(len(batch) // max(1, samples))
-            bar.close()
-            results[name] = summarize(records, started)
-            print_summary(name, results[name])
-    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    print(f"summary in {output.with_suffix('.json')}, completions in {output.with_suffix('.jsonl')}")
+    facts = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
+    evaluate_to_files(
+        policy,
+        functools.partial(tokenizer.decode, skip_special_tokens=True),
+        questions,
+        judge,
+        samples=args.samples,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        output=Path(args.evaluate_output),
+        facts=facts | {"prompts_too_long": len(indices) - len(questions)},
+    )
 
 
 def judge(response: str, answer: str) -> dict[str, bool]:
@@ -292,42 +315,25 @@ def judge(response: str, answer: str) -> dict[str, bool]:
     }
 
 
-def load_questions(tokenizer, args: argparse.Namespace) -> tuple[list[Question], int]:
-    """The first --limit held-out questions as token ids, and how many were left out as too long."""
-    examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
-    questions, too_long = [], 0
-    for index in range(min(len(examples), args.limit or len(examples))):
+def load_held_out(args: argparse.Namespace):
+    """The examples of --eval_dataset and --eval_split; ValueError where they would be those that are trained on."""
+    dataset = args.eval_dataset or args.dataset
+    if Path(dataset).expanduser().is_file() and not args.eval_dataset:
+        raise ValueError(f"--dataset {dataset} is a single file; held-out questions need --eval_dataset")
+    if args.eval_split == args.split and dataset == args.dataset:
+        raise ValueError(f"--eval_split {args.eval_split} is the split that is trained on")
+    return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
+
+
+def held_out_questions(tokenizer, examples, indices, args: argparse.Namespace) -> list[Question]:
+    """The questions of these rows, ready for the model, without those whose prompt is too long."""
+    questions = []
+    for index in indices:
         question, answer = examples[index]
         prompt_ids = encode_prompt(tokenizer, question, args.system_prompt)
-        too_long += len(prompt_ids) > args.max_prompt_length
         if len(prompt_ids) <= args.max_prompt_length:
             questions.append(Question(index, prompt_ids, response_prefix(tokenizer.decode(prompt_ids)), answer))
-    if not questions:
-        raise ValueError(f"all {too_long} prompts are longer than --max_prompt_length {args.max_prompt_length}")
-    return questions, too_long
-
-
-def find_adapter(lora_path: str) -> str | None:
-    """The adapter folder that --lora_path means: a run's newest version, or a PEFT folder; None for "none"."""
-    if lora_path == "none":
-        return None
-    folder = Path(lora_path).expanduser()
-    for candidate in (folder / "latest", folder):
-        if (candidate / "adapter_config.json").is_file():
-            return str(candidate.resolve())
-    raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
-
-
-def print_summary(name: str, summary: dict) -> None:
-    """One line: accuracy with its standard error, and what explains it."""
-    extra = "".join(f", {key} {value:.3f}" for key, value in summary.items() if key.startswith("pass@"))
-    print(
-        f"{name}: accuracy {summary['accuracy']:.3f} +- {summary['accuracy_stderr']:.3f} strict, "
-        f"{summary['accuracy_lenient']:.3f} lenient{extra}; format {summary['format']:.3f}, truncated "
-        f"{summary['truncated']:.3f}, mean length {summary['mean_length']:.0f} tokens, "
-        f"{summary['tokens_per_second']:.0f} tokens/s, {summary['questions']} questions",
-        flush=True,
-    )
+    return questions
 
 
 def token_at(tokenizer, ids: torch.Tensor, characters: int) -> int:
@@ -372,6 +378,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="the learner's address")
     add("--dataset", default="gsm8k", help="gsm8k, another hub name, or a local file or folder (jsonl, parquet, csv)")
     add("--split", default="train", help="split of the dataset")
+    add("--eval_dataset", help="held-out questions for the learner's --eval_steps (default: --dataset)")
+    add("--eval_split", default="test", help="their split")
     add("--question_column", default="question", help="column with the question")
     add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####)")
     add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")

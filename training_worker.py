@@ -137,16 +137,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
     add("--log_completions", type=int, default=0, help="show samples every so many steps, and keep all; 0: off")
+    add("--eval_steps", type=int, default=0, help="steps between evaluations on held-out questions; 0: none")
+    add("--eval_limit", type=int, default=200, help="held-out questions of each evaluation")
     add("--seed", type=int, default=0, help="of the adapter's start, the order of prompts and the sampling noise")
     add("--timeout", type=float, default=300, help="seconds without a group (from living samplers) before giving up")
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the first group")
     add("--sampler_timeout", type=float, default=60, help="seconds of silence before a sampler's tickets go to others")
     add("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     args = parser.parse_args(argv)
-    for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank"):
+    for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
-    for name in ("max_steps", "max_staleness"):
+    for name in ("max_steps", "max_staleness", "eval_steps"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:
@@ -160,6 +162,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--publish_steps {args.publish_steps} leaves groups older than --max_staleness {args.max_staleness}; "
             f"it can be {args.max_staleness + 1} at most"
         )
+    if args.eval_steps % args.publish_steps:
+        parser.error(f"--eval_steps {args.eval_steps} is no multiple of --publish_steps {args.publish_steps}")
     if not Path(args.ds_config).is_file():
         parser.error(f"--ds_config {args.ds_config} is no file")
     return args

@@ -135,6 +135,17 @@ class AdapterStore:
         _sync(self.path)
 
 
+def find_adapter(lora_path: str) -> str | None:
+    """The adapter folder that --lora_path means: a run's newest version, or a PEFT folder; None for "none"."""
+    if lora_path == "none":
+        return None
+    folder = Path(lora_path).expanduser()
+    for candidate in (folder / "latest", folder):
+        if (candidate / CONFIG).is_file():
+            return str(candidate.resolve())
+    raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
+
+
 def copy_into(model, state: dict[str, torch.Tensor], origin: str) -> None:
     """Put an adapter's tensors into a PEFT model; AdapterError, and nothing changed, unless keys and shapes all fit."""
     present = get_peft_model_state_dict(model)

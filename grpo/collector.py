@@ -8,6 +8,7 @@ import threading
 import time
 
 from grpo.channel import Refusal
+from grpo.held_out import HeldOut, MalformedRecord
 from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
 from grpo.tickets import Ticket, TicketBook
 
@@ -16,6 +17,7 @@ _SHARED = {
     "dataset": "--dataset, --split or --system_prompt",
     "num_prompts": "--dataset or --split",
     "max_new_tokens": "--max_new_tokens",
+    "held_out": "--eval_dataset and --eval_split",
 }
 
 
@@ -23,9 +25,19 @@ class Collector:
     """Takes groups in for a run described by `run` (the content of run.json) and `welcome` (what samplers need)."""
 
     def __init__(
-        self, run: dict, welcome: dict, *, groups_per_step: int, max_staleness: int, seed: int, max_steps: int
+        self,
+        run: dict,
+        welcome: dict,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        seed: int,
+        max_steps: int,
+        held_out: HeldOut | None = None,
     ):
         self._run, self._welcome = run, welcome
+        self._held_out = held_out
+        self._turn: dict[str, bool] = {}  # sampler id -> whether held-out questions come next
         self._book_settings = dict(
             groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
         )
@@ -42,29 +54,52 @@ class Collector:
     def hello(self, sampler_id: str, header: dict) -> dict:
         """Compare the sampler's facts with the run's; the WELCOME header, or Refusal naming what disagrees."""
         self._check_hello(header)
+        facts = header | {"held_out": header["held_out"].get("dataset") if self._held_out else None}
         with self._changed:
             for name, flag in _SHARED.items():
-                expected = self._shared.setdefault(name, header[name])
-                if header[name] != expected:
+                expected = self._shared.setdefault(name, facts[name])
+                if facts[name] != expected:
                     raise Refusal(
-                        f"its {name} is {header[name]!r}, the run's first sampler has {expected!r}; "
+                        f"its {name} is {facts[name]!r}, the run's first sampler has {expected!r}; "
                         f"start every sampler with the same {flag}"
                     )
             if self._book is None:
                 self._book = TicketBook(num_prompts=int(header["num_prompts"]), **self._book_settings)
-            self._book.release(sampler_id, keep=set(header["holding"]))
+                if self._held_out:
+                    self._held_out.resize(int(header["held_out"]["num_prompts"]))
+            self._release(sampler_id, keep=set(header["holding"]))
             if sampler_id not in self._known:
                 self._known.add(sampler_id)
                 print(f"sampler {sampler_id} joined", flush=True)
             return self._welcome | {"version": self._book.version}
 
     def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:
-        """Tickets for a sampler that has room."""
+        """Tickets for a sampler that has room for `capacity` groups; those of held-out questions come in turn."""
         with self._changed:
-            return self._book.grant(sampler_id, capacity)
+            training = self._book.grant
+            orders = [training]
+            if self._held_out:
+                turn = self._turn.get(sampler_id, False)
+                orders = [self._grant_held_out, training] if turn else [training, self._grant_held_out]
+            for order in orders:
+                tickets = order(sampler_id, capacity)
+                if tickets:
+                    self._turn[sampler_id] = order is training
+                    return tickets
+            return []
+
+    def _grant_held_out(self, sampler_id: str, capacity: int) -> list[Ticket]:
+        return self._held_out.grant(sampler_id, capacity * self._welcome["group_size"])
+
+    def _release(self, sampler_id: str, keep: set[int] = frozenset()) -> int:
+        if self._held_out:
+            self._held_out.release(sampler_id, keep)
+        return len(self._book.release(sampler_id, keep))
 
     def receive(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
         """Take a group in; True once it is safe or known already, False for bytes that are no group for the ticket."""
+        if ticket_id < 0:
+            return self._receive_held_out(sampler_id, ticket_id, blob)
         try:
             group = unpack(blob)
             self._check_group(group, ticket_id)
@@ -82,18 +117,36 @@ class Collector:
                 self._changed.notify_all()
         return True
 
+    def _receive_held_out(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
+        with self._changed:
+            try:
+                if not self._held_out:
+                    raise MalformedRecord("this run has no held-out questions")
+                self._held_out.receive(ticket_id, blob)
+            except MalformedRecord as error:
+                self.malformed += 1
+                print(f"dropped a malformed evaluation record from sampler {sampler_id}: {error}")
+                if self._held_out:
+                    self._held_out.give_back(ticket_id)
+                return False
+            self._changed.notify_all()
+        return True
+
     def drop(self, sampler_id: str, ticket_id: int, reason: str) -> None:
         """A sampler gives a ticket up; it is recorded under the reason and replaced by the next prompt."""
         with self._changed:
-            if self._book.drop(ticket_id, reason):
+            if ticket_id < 0:
+                if self._held_out:
+                    self._held_out.drop(ticket_id)
+            elif self._book.drop(ticket_id, reason):
                 print(f"sampler {sampler_id} dropped ticket {ticket_id}: {reason}")
             self._changed.notify_all()
 
     def leave(self, sampler_id: str, reason: str) -> None:
         """Give a departed sampler's tickets to the others."""
         with self._changed:
-            lost = self._book.release(sampler_id)
-        print(f"sampler {sampler_id} left ({reason}); {len(lost)} of its tickets go to others")
+            lost = self._release(sampler_id)
+        print(f"sampler {sampler_id} left ({reason}); {lost} of its tickets go to others")
 
     # -- called by the training loop ---------------------------------------------------------------------------
 
@@ -118,6 +171,18 @@ class Collector:
         with self._changed:
             self._book.finish_step(version)
             self._changed.notify_all()
+
+    def evaluate(self, version: int) -> None:
+        """Have the held-out questions answered by a version, beside the training."""
+        if self._held_out:
+            with self._changed:
+                self._held_out.start(version)
+
+    @property
+    def pinned(self) -> set[int]:
+        """Versions that are being evaluated."""
+        with self._changed:
+            return self._held_out.pinned if self._held_out else set()
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -161,6 +226,10 @@ class Collector:
             )
         if int(header["num_prompts"]) < 1:
             raise Refusal("its dataset is empty; give another --dataset")
+        if self._held_out and "error" in header["held_out"]:
+            raise Refusal(
+                f"the learner evaluates (--eval_steps), and it has no held-out questions: {header['held_out']['error']}"
+            )
 
     def _check_group(self, group: Group, ticket_id: int) -> None:
         if group.ticket_id != ticket_id or not self._book.issued(ticket_id):

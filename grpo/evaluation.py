@@ -4,13 +4,30 @@ Two accuracies are reported: strict, by the reward's own rule, and lenient, by t
 can differ by tens of points before training, and readers compare with both.
 """
 
+import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
 
 from grpo.policy import Policy
 from grpo.tickets import derive_seed
+
+# one answered question
+RECORD = {
+    "index": int,
+    "response": str,
+    "answer": str,
+    "strict": bool,
+    "lenient": bool,
+    "format": bool,
+    "truncated": bool,
+    "length": int,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,40 @@ def evaluate(
                     | {"truncated": completion.truncated, "length": len(completion.ids)}
                 )
         yield records
+
+
+def evaluate_to_files(
+    policy: Policy, decode, questions: list[Question], judge, *, samples: int, output: Path, facts: dict, **settings
+) -> None:
+    """Greedy, and with `samples` sampled too: a summary in the terminal and in OUTPUT.json, every completion in
+    OUTPUT.jsonl. `settings` are those of `evaluate`; `facts` go into the summary.
+    """
+    results = dict(facts)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output.with_suffix(".jsonl"), "w", encoding="utf-8") as file:
+        for name, each in [("greedy", 0)] + [("sampled", samples)] * bool(samples):
+            records, started = [], time.monotonic()
+            bar = tqdm(total=len(questions), desc=name, disable=not sys.stderr.isatty())
+            for batch in evaluate(policy, decode, questions, judge, samples=each, **settings):
+                records += batch
+                file.writelines(json.dumps({"decoding": name} | record) + "\n" for record in batch)
+                bar.update(len(batch) // max(1, each))
+            bar.close()
+            results[name] = summarize(records, started)
+            print(f"{name}: {one_line(results[name])}", flush=True)
+    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    print(f"summary in {output.with_suffix('.json')}, completions in {output.with_suffix('.jsonl')}")
+
+
+def one_line(summary: dict) -> str:
+    """Accuracy with its standard error, and what explains it."""
+    extra = "".join(f", {key} {value:.3f}" for key, value in summary.items() if key.startswith("pass@"))
+    return (
+        f"accuracy {summary['accuracy']:.3f} +- {summary['accuracy_stderr']:.3f} strict, "
+        f"{summary['accuracy_lenient']:.3f} lenient{extra}; format {summary['format']:.3f}, truncated "
+        f"{summary['truncated']:.3f}, mean length {summary['mean_length']:.0f} tokens, "
+        f"{summary['tokens_per_second']:.0f} tokens/s, {summary['questions']} questions"
+    )
 
 
 def summarize(records: list[dict], started: float) -> dict:

@@ -24,6 +24,7 @@ from grpo.batch import Batch, collate, deal, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.collector import Collector
 from grpo.completions import CompletionLog
+from grpo.held_out import HeldOut
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
 from grpo.models import DTYPES, add_lora, load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
@@ -146,6 +147,7 @@ class Learner:
         if published:
             self.publish()
         if self.collector:
+            self._evaluate_if_due(last)
             self.collector.finish_step(self.version if published else None)
             self.channel.wake()
         if last or self.steps_done % self.args.save_steps == 0:
@@ -155,6 +157,11 @@ class Learner:
             self._log(groups, averages, trained)
         if self.completions:
             self.completions.log(self.steps_done, groups, self._advantages)
+
+    def _evaluate_if_due(self, last: bool = False) -> None:
+        every = self.args.eval_steps
+        if every and (last or self.steps_done % every == 0):
+            self.collector.evaluate(self.version)
 
     def publish(self) -> None:
         """Write the engine's present adapter as version `steps_done`; every rank takes part."""
@@ -168,7 +175,8 @@ class Learner:
             fields = {"run_id": self.run["run_id"], "version": self.version, "lora": lora, "canary": canary}
             self.store.publish(state, self.engine.module.peft_config["default"], fields)
             checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
-            self.store.prune(keep_newest=self.args.max_staleness + 2, keep=set(checkpoints))
+            pinned = self.collector.pinned if self.collector else set()
+            self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
 
     def save(self) -> None:
         """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""
@@ -185,6 +193,7 @@ class Learner:
         if self._saved != self.steps_done:
             self.save()
         if self.channel:
+            self._finish_evaluations()
             reason = self._failure or self._stop_signal or f"--max_steps {self.args.max_steps} reached"
             self.channel.stop_samplers(str(reason))
             self.channel.close()
@@ -195,6 +204,23 @@ class Learner:
         self.ranks.close()
         if self._failure:
             raise self._failure
+
+    def _finish_evaluations(self) -> None:
+        """After the last step: wait, bounded, for evaluations that are under way."""
+        started = noticed = time.monotonic()
+        while self.collector.pinned and not (self._failure or self._stop_signal):
+            now = time.monotonic()
+            if not self.channel.samplers and now - started > self.args.timeout:
+                print(f"evaluation of versions {sorted(self.collector.pinned)} given up: no sampler is left")
+                return
+            if now - noticed >= NOTICE_SECONDS:
+                noticed = now
+                print(f"waiting for the evaluation of versions {sorted(self.collector.pinned)}", flush=True)
+            try:
+                self.channel.check()
+            except ChannelError as error:
+                self._failure = error
+            time.sleep(0.1)
 
     # -- the start ---------------------------------------------------------------------------------------------
 
@@ -250,7 +276,9 @@ class Learner:
             max_staleness=args.max_staleness,
             seed=args.seed,
             max_steps=args.max_steps,
+            held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
         )
+        self._evaluate_if_due()
         self.channel.start(self.collector)
         self.log = MetricsLog(self.store.path / "metrics.jsonl")
         if args.log_completions:

@@ -6,6 +6,7 @@ load that the weights in use are the learner's.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,9 +42,16 @@ class Policy:
 
         A version that fails a check is reported and tried again until `limit` seconds have passed; then AdapterError.
         """
+        return self._load_usable(lambda: store.wait_for(at_least, limit), store, run_id, limit)
+
+    def load_version(self, store: AdapterStore, run_id: str, version: int, limit: float) -> bool:
+        """Take on one version, as load_newest does."""
+        return self._load_usable(lambda: version, store, run_id, limit)
+
+    def _load_usable(self, choose: Callable[[], int], store: AdapterStore, run_id: str, limit: float) -> bool:
         deadline = time.monotonic() + limit
         while True:
-            version = store.wait_for(at_least, limit)
+            version = choose()
             if version == self.version:
                 return False
             try:

@@ -15,12 +15,17 @@ import torch
 
 @dataclass(frozen=True)
 class Ticket:
-    """An order for one Group."""
+    """An order for one Group, or for the answer to one held-out question (see grpo/held_out.py)."""
 
-    ticket_id: int
+    ticket_id: int  # below 0: a held-out question
     prompt_index: int
     seed: int  # of the group's sampling noise
-    version: int  # the oldest adapter version that may be used; at max_staleness 0 the only one
+    version: int  # the oldest adapter version that may be used; at max_staleness 0, and held out, the only one
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it asks for an evaluation instead of a Group."""
+        return self.ticket_id < 0
 
 
 def derive_seed(*parts) -> int:

@@ -1,5 +1,6 @@
 """The wire, over real sockets: welcome and refusal, tickets, acknowledgement, either start order, silence."""
 
+import json
 import threading
 import time
 
@@ -11,6 +12,7 @@ from tiny import free_port
 from grpo import channel as channel_module
 from grpo.channel import ChannelError, LearnerChannel, SamplerChannel
 from grpo.collector import Collector
+from grpo.held_out import HeldOut, read_evaluations
 from grpo.rollout import PROTOCOL_VERSION, pack
 
 RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
@@ -33,6 +35,7 @@ FACTS = {
     "batch_size": 4,
     "lora_path": "/runs/a",
     "run_id": "run",
+    "held_out": {"dataset": "e", "num_prompts": 5},
 }
 
 
@@ -256,3 +259,75 @@ def test_a_ticket_whose_prompt_does_not_fit_is_dropped_and_replaced(wire):
     third = next(batches)
     assert [t.ticket_id for t in third] == [2]
     assert collector.dropped == {"prompt longer than --max_prompt_length": 1}
+
+
+def record(ticket, **changes) -> bytes:
+    one = {"index": ticket.prompt_index, "response": "4", "answer": "4", "strict": ticket.version == 1}
+    one |= {"lenient": True, "format": False, "truncated": False, "length": 1}
+    return json.dumps(one | changes).encode()
+
+
+def test_held_out_questions_come_in_turn_with_training_at_a_pinned_version(wire, tmp_path):
+    collector, learner = wire.learner(max_staleness=1, held_out=HeldOut(tmp_path, limit=100))
+    collector.evaluate(0)
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)  # of groups of 2
+    training, held_out = next(batches), next(batches)
+    assert [t.ticket_id for t in training] == [0, 1]
+    assert [(t.held_out, t.version, t.prompt_index) for t in held_out] == [(True, 0, i) for i in range(4)]
+    assert collector.pinned == {0}
+    collector.evaluate(1)
+    for ticket in held_out:
+        sampler.send(ticket.ticket_id, record(ticket))
+    assert [t.ticket_id for t in next(batches)] == [2, 3]
+    (last,) = next(batches)  # five questions, as the samplers have; a batch is of one version
+    assert (last.version, last.prompt_index) == (0, 4)
+    sampler.drop(last.ticket_id, "prompt longer than --max_prompt_length")
+    while collector.pinned:  # nothing left to train on: only questions come
+        for ticket in next(batches):
+            assert ticket.version == 1
+            sampler.send(ticket.ticket_id, record(ticket))
+            sampler.send(ticket.ticket_id, record(ticket, strict=False))  # the second one changes nothing
+        deadline = time.monotonic() + 10
+        while sampler._unacknowledged and time.monotonic() < deadline:
+            time.sleep(0.02)
+    first, second = read_evaluations(tmp_path)
+    assert (first["version"], first["questions"], first["left_out"], first["accuracy"]) == (0, 4, 1, 0.0)
+    assert (second["version"], second["questions"], second["left_out"], second["accuracy"]) == (1, 5, 0, 1.0)
+    lines = (tmp_path / "evaluations" / "v00000001.jsonl").read_text().split("\n")
+    assert [json.loads(line)["index"] for line in lines if line] == list(range(5))
+    collector.evaluate(1)  # known already
+    assert not collector.pinned
+
+
+def test_malformed_records_are_refused_and_their_questions_asked_again(wire, tmp_path):
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    collector.hello("s", FACTS | {"holding": []})
+    collector.evaluate(3)
+    collector.grant("s", 1)
+    (ticket,) = collector.grant("s", 1)
+    bad = [b"", b"{", b"[]", b"{}", record(ticket, index=7), record(ticket, strict=1), record(ticket, more=1)]
+    for blob in bad:
+        assert not collector.receive("s", ticket.ticket_id, blob)
+    assert collector.malformed == len(bad)
+    collector.arrived = 0
+    (again,) = collector._held_out.grant("other", 5)
+    assert again == ticket
+    collector.leave("other", "it said goodbye")
+    assert collector._held_out.grant("third", 5) == [ticket]
+    assert collector.receive("third", ticket.ticket_id, record(ticket))
+    assert not collector.pinned and read_evaluations(tmp_path)[0]["version"] == 3
+
+
+def test_a_sampler_without_held_out_questions_is_refused_where_they_are_wanted(wire, tmp_path):
+    wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    with pytest.raises(ChannelError, match="--eval_steps.*a single file"):
+        wire.sampler(held_out={"error": "--dataset x is a single file"}).connect()
+
+
+def test_records_where_nobody_evaluates_are_refused(wire):
+    collector, _ = wire.learner()
+    collector.hello("s", FACTS | {"holding": [-5]})
+    assert not collector.receive("s", -5, b"{}")
+    collector.drop("s", -5, "no reason")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny import ds_config, free_port, save_questions, save_tiny, tiny_model
 
 from grpo.adapters import AdapterStore
+from grpo.held_out import read_evaluations
 from grpo.metrics import read_metrics
 
 
@@ -140,6 +141,34 @@ def test_the_first_step_is_on_policy_and_the_adapter_loads_in_a_fresh_model(tmp_
         by_ticket[record["ticket_id"]] += record["advantage"]
     assert all(abs(total) < 1e-4 for total in by_ticket.values()) and len(by_ticket) == 4
     assert load_dataset("json", data_files=str(run.path / "completions.jsonl"), split="train").num_rows == 16
+
+
+@pytest.mark.slow
+def test_evaluation_during_a_run_is_that_of_the_command_on_the_same_version(tmp_path, material, workers):
+    held_out = save_questions(tmp_path / "held_out.jsonl", rows=7)
+    evaluating = ["--eval_steps", 2, "--eval_limit", 50]
+    run = Run(tmp_path, material, steps=3, staleness=1, lr=0.05, learner_flags=evaluating)
+    run.sampler_flags += ["--eval_dataset", held_out]
+    trainer, _ = run.to_the_end(workers)
+    found = read_evaluations(run.path)
+    assert [record["version"] for record in found] == [0, 2, 3] and all(one["questions"] == 7 for one in found)
+    assert trainer.output().count("evaluation of version") == 3
+    texts = {}
+    for version in (0, 2, 3):
+        lines = (run.path / "evaluations" / f"v{version:08d}.jsonl").read_text().split("\n")
+        texts[version] = [json.loads(line)["response"] for line in lines if line]
+    assert texts[0] != texts[3]
+
+    evaluation = workers(
+        sampler,
+        tmp_path / "evaluation.log",
+        *("--evaluate", "--model_path", run.model, "--lora_path", AdapterStore(run.path).folder(3)),
+        *("--dataset", held_out, "--max_new_tokens", 12, "--dtype", "float32", "--evaluate_output", tmp_path / "e"),
+        script="sampling_worker.py",
+    )
+    assert evaluation.wait(LIMIT) == 0, evaluation.output()[-2000:]
+    lines = (tmp_path / "e.jsonl").read_text().split("\n")
+    assert [json.loads(line)["response"] for line in lines if line] == texts[3]
 
 
 @pytest.mark.slow
