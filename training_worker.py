@@ -32,6 +32,7 @@ from grpo.learner import Learner, StepData
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means
 from grpo.models import ModelNotFound, quiet_libraries
+from grpo.ranks import RankLost
 from grpo.rollout import Group
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 
@@ -119,6 +120,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ds_config", default="ds_config.json", help="DeepSpeed configuration")
     add("--port", type=int, default=5555, help="port on which samplers connect")
     add("--host", default="127.0.0.1", help="address to listen at")
+    add("--resume", choices=("auto", "never"), default="auto", help="auto: go on with the run in --save_path, if any")
+    add("--keep_journal", action="store_true", help="keep all groups in --save_path, for --replay")
+    add("--replay", help="train on the groups that a run kept in this folder (--keep_journal), without samplers")
     add("--save_steps", type=int, default=10, help="steps between checkpoints")
     add("--publish_steps", type=int, default=1, help="steps between published adapters")
     add("--group_size", type=int, default=4, help="completions for each prompt")
@@ -179,5 +183,5 @@ def yes_no(text: str) -> bool:
 if __name__ == "__main__":
     try:
         main()
-    except (ChannelError, AdapterError, ModelNotFound, ValueError) as error:
+    except (ChannelError, AdapterError, ModelNotFound, RankLost, ValueError, OSError) as error:
         sys.exit(f"training_worker: {error}" if os.environ.get("RANK", "0") == "0" else 1)

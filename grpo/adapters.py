@@ -16,11 +16,14 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+
+from grpo.files import lock, sync, write_file
 
 WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
 
@@ -58,7 +61,17 @@ class AdapterStore:
     def write_run(self, run: dict) -> None:
         """Claim the folder for a run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write_file(self.path / "run.json", json.dumps(run, indent=2).encode())
+        write_file(self.path / "run.json", json.dumps(run, indent=2).encode())
+
+    def lock(self) -> IO | None:
+        """Claim the folder for this process until it ends; AdapterError if another learner has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        held = lock(self.path / ".lock")
+        if held is None:
+            raise AdapterError(f"another learner is at work in --save_path {self.path}: end it, or choose another")
+        for leftover in (self.path / "adapters").glob(".tmp-*"):  # of a learner that was killed while publishing
+            shutil.rmtree(leftover)
+        return held
 
     def folder(self, version: int) -> Path:
         """Where a version lies."""
@@ -82,10 +95,10 @@ class AdapterStore:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a learner that was killed here
         temporary.mkdir(parents=True)
         config.save_pretrained(temporary)
-        _write_file(temporary / WEIGHTS, weights)
-        _write_file(temporary / MANIFEST, json.dumps(vars(manifest)).encode())
-        _sync(temporary / CONFIG)
-        _sync(temporary)
+        write_file(temporary / WEIGHTS, weights)
+        write_file(temporary / MANIFEST, json.dumps(vars(manifest)).encode())
+        sync(temporary / CONFIG)
+        sync(temporary)
         os.rename(temporary, self.folder(version))
         self._point_latest(version)
         return manifest
@@ -132,7 +145,7 @@ class AdapterStore:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(self.folder(version).relative_to(self.path))
         os.replace(temporary, self.path / "latest")
-        _sync(self.path)
+        sync(self.path)
 
 
 def find_adapter(lora_path: str) -> str | None:
@@ -154,20 +167,3 @@ def copy_into(model, state: dict[str, torch.Tensor], origin: str) -> None:
     if wrong:
         raise AdapterError(f"{origin} does not fit the model's LoRA layers, for instance {wrong[0]}")
     set_peft_model_state_dict(model, state)
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

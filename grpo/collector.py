@@ -9,6 +9,7 @@ import time
 
 from grpo.channel import Refusal
 from grpo.held_out import HeldOut, MalformedRecord
+from grpo.journal import Journal
 from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
 from grpo.tickets import Ticket, TicketBook
 
@@ -33,9 +34,12 @@ class Collector:
         max_staleness: int,
         seed: int,
         max_steps: int,
+        journal: Journal,
+        steps_done: int = 0,
+        version: int = 0,
         held_out: HeldOut | None = None,
     ):
-        self._run, self._welcome = run, welcome
+        self._run, self._welcome, self._journal = run, welcome, journal
         self._held_out = held_out
         self._turn: dict[str, bool] = {}  # sampler id -> whether held-out questions come next
         self._book_settings = dict(
@@ -45,9 +49,41 @@ class Collector:
         self._shared: dict = {}
         self._known: set[str] = set()  # samplers that are or were here
         self._groups: dict[int, Group] = {}
+        self._trained: list[int] = []  # tickets that no checkpoint covers yet
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
         self.last_arrival = time.monotonic()
+        if journal.history.data:
+            self._restore(steps_done, version)
+
+    def _restore(self, steps_done: int, version: int) -> None:
+        """Take up the journal: the steps after the checkpoint, the groups that wait, the tickets that are done."""
+        history = self._journal.history
+        self._shared = {name: value for name, value in history.data.items() if name != "held_out"}
+        self._book = TicketBook(num_prompts=history.data["num_prompts"], **self._book_settings)
+        finished = set(history.dropped).union(*(ids for step, ids in history.steps.items() if step <= steps_done))
+        planned = [history.steps[step] for step in sorted(history.steps) if step > steps_done]
+        here = set(self._journal.ticket_ids())
+        self._journal.forget(here & finished)
+        for ticket_id in sorted(here - finished):
+            self._groups[ticket_id] = unpack(self._journal.get(ticket_id))
+        missing = [t for ids in planned for t in ids if t not in self._groups]
+        if missing:
+            raise ValueError(
+                f"the journal in {self._run['save_path']} lacks the groups of tickets {missing[:5]}, which a step "
+                "after the newest checkpoint was trained on: the run cannot go on"
+            )
+        waiting = self._groups.keys() - {t for ids in planned for t in ids}
+        arrived = {ticket_id: self._groups[ticket_id].adapter_version for ticket_id in waiting}
+        self._book.restore(steps_done, max(version, steps_done), planned, arrived, finished)
+        self._book.dropped.update(history.dropped.values())
+        if self._welcome["needs_reference"] and any(group.ref_logprobs is None for group in self._groups.values()):
+            raise ValueError("--beta is above 0, but the groups that wait in the journal have no reference log-probs")
+
+    def _note_step(self, ticket_ids: list[int]) -> None:
+        step = self._book.steps_done + 1
+        if step not in self._journal.history.steps:  # else it is trained again after a crash
+            self._journal.note_step(step, ticket_ids)
 
     # -- called by the channel's thread ------------------------------------------------------------------------
 
@@ -64,10 +100,13 @@ class Collector:
                         f"start every sampler with the same {flag}"
                     )
             if self._book is None:
-                self._book = TicketBook(num_prompts=int(header["num_prompts"]), **self._book_settings)
-                if self._held_out:
-                    self._held_out.resize(int(header["held_out"]["num_prompts"]))
-            self._release(sampler_id, keep=set(header["holding"]))
+                self._journal.note_data(self._shared)
+                self._book = TicketBook(num_prompts=self._shared["num_prompts"], **self._book_settings)
+            if self._held_out:
+                self._held_out.resize(int(header["held_out"]["num_prompts"]))
+            holding = {int(ticket_id) for ticket_id in header["holding"]}
+            self._release(sampler_id, keep=holding)
+            self._book.claim(sampler_id, holding)
             if sampler_id not in self._known:
                 self._known.add(sampler_id)
                 print(f"sampler {sampler_id} joined", flush=True)
@@ -110,6 +149,10 @@ class Collector:
                 self._book.give_back(sampler_id, ticket_id)
             return False
         with self._changed:
+            wanted = self._book.open(ticket_id)
+        if wanted:  # only this thread takes groups in, so it is still wanted below
+            self._journal.put(ticket_id, blob)
+        with self._changed:
             if self._book.arrive(ticket_id, group.adapter_version) == "accepted":
                 self._groups[ticket_id] = group
                 self.arrived += 1
@@ -139,6 +182,7 @@ class Collector:
                 if self._held_out:
                     self._held_out.drop(ticket_id)
             elif self._book.drop(ticket_id, reason):
+                self._journal.note_drop(ticket_id, reason)
                 print(f"sampler {sampler_id} dropped ticket {ticket_id}: {reason}")
             self._changed.notify_all()
 
@@ -158,8 +202,10 @@ class Collector:
                 if self._book is not None:
                     for ticket_id in self._book.drop_stale():
                         del self._groups[ticket_id]
+                        self._journal.note_drop(ticket_id, "stale")
                     ticket_ids = self._book.start_step()
                     if ticket_ids is not None:
+                        self._note_step(ticket_ids)
                         return [self._groups.pop(ticket_id) for ticket_id in ticket_ids]
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -169,8 +215,14 @@ class Collector:
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""
         with self._changed:
+            self._trained += self._book.in_training
             self._book.finish_step(version)
             self._changed.notify_all()
+
+    def covered(self) -> None:
+        """A checkpoint holds everything that was trained so far."""
+        self._journal.forget(self._trained)
+        self._trained = []
 
     def evaluate(self, version: int) -> None:
         """Have the held-out questions answered by a version, beside the training."""
@@ -224,7 +276,10 @@ class Collector:
             raise Refusal(
                 f"its --batch_size {header['batch_size']} is no multiple of the learner's --group_size {group_size}"
             )
-        if int(header["num_prompts"]) < 1:
+        for name in ("num_prompts", "max_new_tokens", "batch_size"):
+            if type(header[name]) is not int:
+                raise ValueError(f"{name} is {header[name]!r:.60}")
+        if header["num_prompts"] < 1:
             raise Refusal("its dataset is empty; give another --dataset")
         if self._held_out and "error" in header["held_out"]:
             raise Refusal(

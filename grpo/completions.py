@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from grpo.metrics import keep_steps
 from grpo.rollout import Group
 
 SHOWN_CHARACTERS = 600  # of a prompt or completion, in the terminal
@@ -13,7 +14,8 @@ SHOWN_CHARACTERS = 600  # of a prompt or completion, in the terminal
 class CompletionLog:
     """Appends all completions to `path` and prints the best and the worst of one group every `every` steps."""
 
-    def __init__(self, path: Path, tokenizer, every: int):
+    def __init__(self, path: Path, tokenizer, every: int, steps_done: int = 0):
+        keep_steps(path, steps_done)
         self._file = open(path, "a", encoding="utf-8")
         self._tokenizer, self._every = tokenizer, every
 

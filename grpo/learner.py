@@ -14,25 +14,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch, collate, deal, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
+from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
 from grpo.completions import CompletionLog
+from grpo.engine import adapter_state, make_engine, read_ds_config
 from grpo.held_out import HeldOut
+from grpo.journal import Journal
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
-from grpo.models import DTYPES, add_lora, load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
+from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.policy import canary_batch
 from grpo.ranks import STEP, STOP, Ranks
+from grpo.replay import Replay
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
+CLAIM_SECONDS = 5.0  # how long port and folder are asked for
 SAME_SIGNAL_SECONDS = 1.0  # the terminal and the launcher both pass one Ctrl-C on
 
 
@@ -76,7 +78,7 @@ class Learner:
         self.args = args
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
-        self.channel = self.collector = self.log = self.completions = None  # rank 0 alone has them
+        self.channel = self.source = self.log = self.completions = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
         self._stop_signal: str | None = None
         self._failure: ChannelError | None = None
@@ -85,20 +87,12 @@ class Learner:
         model = load_model(args.model_path)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = load_tokenizer(args.model_path)
-        self.run = {
-            "run_id": uuid.uuid4().hex,
-            "protocol": PROTOCOL_VERSION,
-            "model_path": args.model_path,
-            "model": model_fingerprint(model),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "save_path": str(self.store.path),
-        }
+        fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         self.engine, self.dtype = make_engine(model, args, read_ds_config(args.ds_config, self.ranks.size))
         self.groups_per_step = self._groups_per_step()
-        self.steps_done, self.version, self._saved = 0, -1, 0
-        self._on_rank_zero(lambda: self.store.write_run(self.run))
+        self._start_or_resume(fingerprints)
         self.publish()
-        self._on_rank_zero(lambda: self._open_for_samplers(needs_reference))
+        self._on_rank_zero(lambda: self._open(needs_reference))
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -146,9 +140,10 @@ class Learner:
         published = last or self.steps_done % self.args.publish_steps == 0
         if published:
             self.publish()
-        if self.collector:
+        if self.source:
             self._evaluate_if_due(last)
-            self.collector.finish_step(self.version if published else None)
+            self.source.finish_step(self.version if published else None)
+        if self.channel:
             self.channel.wake()
         if last or self.steps_done % self.args.save_steps == 0:
             self.save()
@@ -161,42 +156,47 @@ class Learner:
     def _evaluate_if_due(self, last: bool = False) -> None:
         every = self.args.eval_steps
         if every and (last or self.steps_done % every == 0):
-            self.collector.evaluate(self.version)
+            self.source.evaluate(self.version)
 
     def publish(self) -> None:
-        """Write the engine's present adapter as version `steps_done`; every rank takes part."""
+        """Write the engine's present adapter as version `steps_done`; every rank takes part.
+
+        A step that is trained again after a crash leaves the version that it published before as it is.
+        """
+        self.version = self.steps_done
+        if self.version <= self._published:
+            return
         batch = canary_batch(self.vocab_size).to(self.engine.device)
         with torch.no_grad():
             canary = completion_logprobs(self.engine.module, batch, self.args.temperature)[0].flatten().tolist()
         state = adapter_state(self.engine)
-        self.version = self.steps_done
         if self.ranks.rank == 0:
             lora = {"rank": self.args.lora_rank, "alpha": self.args.lora_alpha, "targets": self.args.lora_targets}
             fields = {"run_id": self.run["run_id"], "version": self.version, "lora": lora, "canary": canary}
             self.store.publish(state, self.engine.module.peft_config["default"], fields)
             checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
-            pinned = self.collector.pinned if self.collector else set()
+            pinned = self.source.pinned if self.source else set()
             self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
+        self._published = self.version
 
     def save(self) -> None:
         """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""
+        save_checkpoint(self.engine, self._checkpoints, self.steps_done, self.ranks)
         self._saved = self.steps_done
-        self.engine.save_checkpoint(
-            str(self.store.path / "checkpoints"),
-            tag=f"step{self.steps_done:08d}",
-            client_state={"steps_done": self.steps_done, "version": self.version},
-            exclude_frozen_parameters=True,
-        )
+        if self.source:
+            self.source.covered()
 
     def close(self) -> None:
         """Save, tell the samplers that the run is over, leave; raises what ended the run if it was a failure."""
         if self._saved != self.steps_done:
             self.save()
-        if self.channel:
-            self._finish_evaluations()
-            reason = self._failure or self._stop_signal or f"--max_steps {self.args.max_steps} reached"
-            self.channel.stop_samplers(str(reason))
-            self.channel.close()
+        if self.source:
+            if self.channel:
+                self._finish_evaluations()
+            reason = self._failure or self._stop_signal or f"step {self.steps_done} was the last to do"
+            if self.channel:
+                self.channel.stop_samplers(str(reason))
+                self.channel.close()
             self.log.close()
             if self.completions:
                 self.completions.close()
@@ -208,14 +208,14 @@ class Learner:
     def _finish_evaluations(self) -> None:
         """After the last step: wait, bounded, for evaluations that are under way."""
         started = noticed = time.monotonic()
-        while self.collector.pinned and not (self._failure or self._stop_signal):
+        while self.source.pinned and not (self._failure or self._stop_signal):
             now = time.monotonic()
             if not self.channel.samplers and now - started > self.args.timeout:
-                print(f"evaluation of versions {sorted(self.collector.pinned)} given up: no sampler is left")
+                print(f"evaluation of versions {sorted(self.source.pinned)} given up: no sampler is left")
                 return
             if now - noticed >= NOTICE_SECONDS:
                 noticed = now
-                print(f"waiting for the evaluation of versions {sorted(self.collector.pinned)}", flush=True)
+                print(f"waiting for the evaluation of versions {sorted(self.source.pinned)}", flush=True)
             try:
                 self.channel.check()
             except ChannelError as error:
@@ -240,11 +240,64 @@ class Learner:
 
     def _claim_port_and_folder(self) -> None:
         """First of all, for these are the commonest mistakes and a model may take minutes to load."""
-        self.channel = LearnerChannel(f"tcp://{self.args.host}:{self.args.port}", self.args.sampler_timeout)
+        deadline = time.monotonic() + CLAIM_SECONDS  # a learner that was killed takes a moment to be gone
+        while True:
+            try:
+                if not self.args.replay:
+                    self.channel = self.channel or LearnerChannel(self._address, self.args.sampler_timeout)
+                self._lock = self.store.lock()
+                break
+            except (ChannelError, AdapterError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
         run = self.store.read_run()
-        if run:
+        if run and self.args.resume == "never":
             raise ValueError(
-                f"--save_path {self.store.path} holds run {run.get('run_id')} already; choose another folder"
+                f"--save_path {self.store.path} holds run {run.get('run_id')} already; leave --resume never out to go "
+                "on with it, or choose another folder"
+            )
+
+    @property
+    def _address(self) -> str:
+        return f"tcp://{self.args.host}:{self.args.port}"
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.store.path / "checkpoints"
+
+    def _start_or_resume(self, fingerprints: dict) -> None:
+        """A new run, or the one in --save_path from its newest checkpoint; rank 0 decides for all."""
+        facts = fingerprints | {
+            "seed": self.args.seed,
+            "group_size": self.args.group_size,
+            "groups_per_step": self.groups_per_step,
+            "lora": [self.args.lora_rank, self.args.lora_alpha, self.args.lora_targets],
+            "temperature": self.args.temperature,
+        }
+        decision: dict = {}
+
+        def decide():
+            run = self.store.read_run() or {"run_id": uuid.uuid4().hex} | facts
+            check_same_run(run, facts, self.store.path)
+            run |= {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
+            run |= {"save_path": str(self.store.path)}
+            self.store.write_run(run)
+            published = max(self.store.versions(), default=-1)
+            decision.update(run=run, checkpoint=newest_checkpoint(self._checkpoints), published=published)
+
+        self._on_rank_zero(decide)
+        _, (blob,) = self.ranks.share(STEP, [json.dumps(decision).encode()])
+        decision = json.loads(blob)
+        self.run, self._published, self.steps_done = decision["run"], decision["published"], 0
+        if decision["checkpoint"]:
+            load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size)
+            self.steps_done = decision["checkpoint"]["step"]
+        self._saved = self.steps_done
+        if self._published >= 0 and self.ranks.rank == 0:
+            print(
+                f"learner: going on with run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
+                f"its newest adapter is version {self._published}"
             )
 
     def _groups_per_step(self) -> int:
@@ -259,6 +312,19 @@ class Learner:
             )
         return sequences // group_size
 
+    def _open(self, needs_reference: bool) -> None:
+        """Rank 0: where groups come from, and where records go."""
+        args = self.args
+        self.log = MetricsLog(self.store.path / "metrics.jsonl", self.steps_done)
+        if args.log_completions:
+            path = self.store.path / "completions.jsonl"
+            self.completions = CompletionLog(path, self.tokenizer, args.log_completions, self.steps_done)
+        if args.replay:
+            self.source = Replay(Path(args.replay), self.run, needs_reference, self.steps_done)
+            print(f"learner: replaying {self.source.last_step} steps of {args.replay} into {self.store.path}")
+        else:
+            self._open_for_samplers(needs_reference)
+
     def _open_for_samplers(self, needs_reference: bool) -> None:
         args = self.args
         welcome = {
@@ -269,21 +335,20 @@ class Learner:
             "needs_reference": needs_reference,
             "vocab_size": self.vocab_size,
         }
-        self.collector = Collector(
+        self.source = Collector(
             self.run,
             welcome,
             groups_per_step=self.groups_per_step,
             max_staleness=args.max_staleness,
             seed=args.seed,
             max_steps=args.max_steps,
+            journal=Journal(self.store.path, keep=args.keep_journal),
+            steps_done=self.steps_done,
+            version=self._published,
             held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
         )
         self._evaluate_if_due()
-        self.channel.start(self.collector)
-        self.log = MetricsLog(self.store.path / "metrics.jsonl")
-        if args.log_completions:
-            path = self.store.path / "completions.jsonl"
-            self.completions = CompletionLog(path, self.tokenizer, args.log_completions)
+        self.channel.start(self.source)
         print(
             f"learner: run {self.run['run_id'][:8]} in {self.store.path}, {self.ranks.size} ranks, {self.dtype}, "
             f"{self.groups_per_step} prompts x {args.group_size} completions a step, "
@@ -313,12 +378,15 @@ class Learner:
             if self._stop_signal:
                 self.ranks.share(STOP)
                 return None
-            groups = self.collector.next_step(POLL_SECONDS)
+            groups = self.source.next_step(POLL_SECONDS)
+            if groups == []:  # a replay is at its end
+                self.ranks.share(STOP)
+                return None
             if groups is not None:
-                settings = json.dumps({"max_new_tokens": self.collector.max_new_tokens}).encode()
+                settings = json.dumps({"max_new_tokens": self.source.max_new_tokens}).encode()
                 blobs = [pack(group) for group in groups] if self.ranks.size > 1 else []
                 self.ranks.share(STEP, [settings, *blobs])
-                self._max_new_tokens = self.collector.max_new_tokens
+                self._max_new_tokens = self.source.max_new_tokens
                 return groups
             try:
                 self.channel.check()
@@ -343,15 +411,15 @@ class Learner:
                 return [unpack(blob) for blob in blobs[1:]]
 
     def _check_patience(self, started: float) -> None:
-        first = self.collector.arrived == 0
+        first = self.source.arrived == 0
         limit, flag = (self.args.startup_timeout, "--startup_timeout") if first else (self.args.timeout, "--timeout")
-        silent = time.monotonic() - max(started, self.collector.last_arrival)
+        silent = time.monotonic() - max(started, self.source.last_arrival)
         if silent > limit:
             raise ChannelError(f"no group has arrived for {silent:.0f} s ({flag} {limit:.0f}): {self._who()}")
 
     def _who(self) -> str:
         names = ", ".join(self.channel.samplers) or "none (start one with ./run.sh sampler)"
-        return f"{self.collector.queue} of {self.groups_per_step} are here; samplers connected: {names}"
+        return f"{self.source.queue} of {self.groups_per_step} are here; samplers connected: {names}"
 
     # -- one step's details ------------------------------------------------------------------------------------
 
@@ -378,81 +446,33 @@ class Learner:
             "time/train": trained - self._step_started,
             "time/publish": now - trained,
             "adapter_version": self.version,
-            "queue": self.collector.queue,
-            "groups/malformed": self.collector.malformed,
+            "queue": self.source.queue,
+            "groups/malformed": self.source.malformed,
         }
-        record |= {f"groups/dropped/{reason}": n for reason, n in self.collector.dropped.items()}
+        record |= {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
         self.log.log(self.steps_done, self.args.max_steps, record)
+
+
+def check_same_run(run: dict, facts: dict, folder: Path) -> None:
+    """ValueError where a run in `folder` was started with other facts than this learner."""
+    flags = {
+        "model": "--model_path",
+        "tokenizer": "--model_path",
+        "seed": "--seed",
+        "group_size": "--group_size",
+        "groups_per_step": "the batch sizes in --ds_config, or the number of ranks",
+        "lora": "--lora_rank, --lora_alpha or --lora_targets",
+        "temperature": "--temperature",
+    }
+    for name, flag in flags.items():
+        if run.get(name) != facts[name]:
+            raise ValueError(
+                f"the run in {folder} has {name} {run.get(name)!r:.60}, this start has {facts[name]!r:.60}; change "
+                f"{flag} back to go on with it, or choose another --save_path for a new run"
+            )
 
 
 def completion_mask(group: Group, mask_truncated: bool) -> torch.Tensor:
     """(G, C) bool: which tokens of the group count, by position."""
     mask = torch.arange(max(1, int(group.lengths.max()))) < group.lengths[:, None]
     return mask & ~group.truncated[:, None] if mask_truncated else mask
-
-
-def read_ds_config(path: str, ranks: int) -> dict:
-    """The DeepSpeed configuration; ValueError for what cannot work here.
-
-    Raises:
-        ValueError: no JSON, or batch sizes that are absent or do not fit the number of ranks.
-    """
-    try:
-        config = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"--ds_config {path} is no JSON: {error}") from error
-    sizes = [config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(
-            f"--ds_config {path} must give train_micro_batch_size_per_gpu and gradient_accumulation_steps as whole "
-            f"numbers, it has {sizes}"
-        )
-    total = config.get("train_batch_size", sizes[0] * sizes[1] * ranks)
-    if total != sizes[0] * sizes[1] * ranks:
-        raise ValueError(
-            f"--ds_config {path} has train_batch_size {total}, but {sizes[0]} a micro-batch x {sizes[1]} accumulation "
-            f"steps x {ranks} ranks are {sizes[0] * sizes[1] * ranks}; leave train_batch_size out"
-        )
-    if "optimizer" not in config:
-        raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
-    return config
-
-
-def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
-    """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
-    dtype = precision(ds_config)
-    if dtype == "float16" and not get_accelerator().is_fp16_supported():
-        raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {args.ds_config}, or put bf16 there")
-    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
-    lora = LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
-    )
-    model.to(DTYPES[dtype])
-    try:
-        model = add_lora(model, lora)
-    except ValueError as error:
-        raise ValueError(f"--lora_targets {args.lora_targets} does not fit the model: {error}") from error
-    if args.gradient_checkpointing:
-        model.enable_input_require_grads()  # the frozen embeddings would give the first block inputs without gradient
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
-    return engine, dtype
-
-
-def precision(ds_config: dict) -> str:
-    """The dtype that ds_config.json selects for weights and forward passes."""
-    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if ds_config.get(name, {}).get("enabled"):
-            return dtype
-    return "float32"
-
-
-def adapter_state(engine) -> dict[str, torch.Tensor]:
-    """PEFT's state dict of the adapter as it is now, whole at every rank whatever the ZeRO stage."""
-    adapter = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    with deepspeed.zero.GatheredParameters(adapter, enabled=engine.zero_optimization_stage() == 3):
-        state = get_peft_model_state_dict(engine.module, save_embedding_layers=False)
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 
+from grpo.files import read_lines
 from grpo.rollout import Group
 
 
@@ -34,14 +36,15 @@ class Means:
 
 
 class MetricsLog:
-    """Appends to `path` and prints a line a step."""
+    """Appends to `path` and prints a line a step; records after `steps_done` are of steps that will be done again."""
 
     SHOWN = {"reward": "reward", "kl": "kl", "loss": "loss", "grad_norm": "grad", "step_time": "s/step"}
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, steps_done: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
+        kept = keep_steps(path, steps_done)
         self._file = open(path, "a", encoding="utf-8")
-        self._started = time.monotonic()
+        self._started = time.monotonic() - (kept["seconds"] if kept else 0.0)
 
     def log(self, step: int, max_steps: int, metrics: dict[str, float]) -> None:
         """Write one step's record."""
@@ -55,6 +58,18 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def keep_steps(path: Path, steps_done: int) -> dict | None:
+    """Cut the records of later steps than `steps_done` off a file of JSON lines; returns the last one that stays."""
+    last, size = None, 0
+    for line in read_lines(path):
+        record = json.loads(line)
+        if record["step"] > steps_done:
+            os.truncate(path, size)
+            break
+        last, size = record, size + len(line) + 1
+    return last
 
 
 def read_metrics(path: Path) -> list[dict]:

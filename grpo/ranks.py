@@ -6,14 +6,23 @@ arrives. Words and blobs travel over a gloo group of their own, whatever backend
 
 import os
 import socket
+import sys
+import threading
+import time
 from datetime import timedelta
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 WAIT, STEP, STOP = 0, 1, 2
+FOLLOW_SECONDS = 0.5  # how often a rank looks for its launcher
+
+
+class RankLost(RuntimeError):
+    """Another rank is gone or silent; the message holds what the backend says."""
 
 
 class Ranks:
@@ -21,6 +30,7 @@ class Ranks:
 
     def __init__(self, timeout: float):
         _single_process_defaults()
+        _follow_launchers()
         if get_accelerator().device_name() == "cpu":
             # Without this DeepSpeed compiles a shared-memory extension at the first start, which takes a minute and
             # a C++ compiler; adapters are small enough for gloo.
@@ -32,7 +42,10 @@ class Ranks:
     def share(self, word: int = WAIT, blobs: list[bytes] = ()) -> tuple[int, list[bytes]]:
         """Rank 0's word and blobs, at every rank; the other ranks' arguments are ignored."""
         head = torch.tensor([word, len(blobs)])
-        dist.broadcast(head, 0, group=self._words)
+        try:
+            dist.broadcast(head, 0, group=self._words)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
         word, count = head.tolist()
         if count == 0:
             return word, []
@@ -54,6 +67,32 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _follow_launchers() -> None:
+    """End when DeepSpeed's launcher is gone: a rank that outlives it would hold port and folder for nobody."""
+    launchers = []
+    for process in psutil.Process().parents():
+        command = process.cmdline()
+        ours = any(part.endswith("/deepspeed") or part.startswith("deepspeed.launcher") for part in command[1:])
+        if ours and process.name().startswith("python"):
+            launchers.append(process)
+
+    def watch() -> None:
+        while all(_lives(process) for process in launchers):
+            time.sleep(FOLLOW_SECONDS)
+        print("DeepSpeed's launcher is gone, so this rank ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    if launchers:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _single_process_defaults() -> None:

@@ -51,11 +51,18 @@ class TicketBook:
         self.held: dict[int, str] = {}  # ticket id -> sampler id
         self.arrived: dict[int, int] = {}  # ticket id -> adapter version
         self.in_training: list[int] = []
+        self.planned: list[list[int]] = []  # steps that are trained again after a crash, with their tickets
         self.dropped: Counter[str] = Counter()
         self._permutations: dict[int, torch.Tensor] = {}
 
     def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:
-        """Up to `capacity` tickets for this sampler, those of dead samplers first."""
+        """Up to `capacity` tickets for this sampler, those of dead samplers first.
+
+        At max_staleness 0 a ticket is granted again together with those it was first granted with, even if these are
+        done: what is decoded and scored together then never depends on who died when, so neither does its rounding.
+        """
+        if self.max_staleness == 0 and self.returned:
+            return self._grant_batch_again(sampler_id, capacity)
         tickets = []
         while len(tickets) < capacity and (self.returned or self._outstanding() < self._limit()):
             ticket_id = heapq.heappop(self.returned) if self.returned else self.next_ticket
@@ -63,6 +70,42 @@ class TicketBook:
             self.held[ticket_id] = sampler_id
             tickets.append(self.ticket(ticket_id))
         return tickets
+
+    def _grant_batch_again(self, sampler_id: str, capacity: int) -> list[Ticket]:
+        step_start = self.returned[0] // self.groups_per_step * self.groups_per_step
+        start = step_start + (self.returned[0] - step_start) // capacity * capacity
+        batch = range(start, min(start + capacity, step_start + self.groups_per_step, self.next_ticket))
+        for ticket_id in set(batch) & set(self.returned):
+            self.returned.remove(ticket_id)
+            self.held[ticket_id] = sampler_id
+        heapq.heapify(self.returned)
+        return [self.ticket(ticket_id) for ticket_id in batch]
+
+    def restore(self, steps_done: int, version: int, planned: list[list[int]], arrived: dict[int, int], finished: set):
+        """Go on where a run ended: `planned` steps come first, `arrived` groups are here, `finished` tickets done.
+
+        Every other ticket below the highest of them is granted again.
+        """
+        self.steps_done, self.version, self.planned, self.arrived = steps_done, version, list(planned), dict(arrived)
+        known = set(arrived) | finished | {t for step in planned for t in step}
+        self._issue_until(max(known, default=-1) + 1, known)
+
+    def claim(self, sampler_id: str, holding: set[int]) -> None:
+        """A sampler holds tickets that it was granted before a restart: they are its own, as far as they are open."""
+        for ticket_id in sorted(holding):
+            if self.next_ticket <= ticket_id < self.next_ticket + self._limit():
+                self._issue_until(ticket_id + 1, set())
+            if ticket_id in self.returned:
+                self.returned.remove(ticket_id)
+                heapq.heapify(self.returned)
+                self.held[ticket_id] = sampler_id
+
+    def _issue_until(self, ticket_id: int, known: set[int]) -> None:
+        if self.max_staleness == 0:  # the tickets of a step are granted in one go
+            ticket_id = -(-ticket_id // self.groups_per_step) * self.groups_per_step
+        self.returned += [t for t in range(self.next_ticket, ticket_id) if t not in known]
+        heapq.heapify(self.returned)
+        self.next_ticket = max(self.next_ticket, ticket_id)
 
     def ticket(self, ticket_id: int) -> Ticket:
         """What ticket `ticket_id` asks for now."""
@@ -79,6 +122,10 @@ class TicketBook:
             return "duplicate"
         self.arrived[ticket_id] = version
         return "accepted"
+
+    def open(self, ticket_id: int) -> bool:
+        """Whether a group for this ticket is still wanted."""
+        return ticket_id in self.held or ticket_id in self.returned
 
     def issued(self, ticket_id: int) -> bool:
         """Whether this ticket was ever granted."""
@@ -113,7 +160,12 @@ class TicketBook:
 
     def start_step(self) -> list[int] | None:
         """The next step's ticket ids, oldest policy first, or None while there are too few."""
-        if len(self.arrived) < self.groups_per_step or self.in_training:
+        if self.in_training:
+            return None
+        if self.planned:
+            self.in_training = self.planned.pop(0)
+            return self.in_training
+        if len(self.arrived) < self.groups_per_step:
             return None
         oldest_first = sorted(self.arrived, key=lambda t: (self.arrived[t], t))
         self.in_training = oldest_first[: self.groups_per_step]
@@ -128,7 +180,8 @@ class TicketBook:
         self.version = self.version if version is None else version
 
     def _outstanding(self) -> int:
-        return len(self.held) + len(self.arrived) + len(self.in_training) + len(self.returned)
+        planned = sum(map(len, self.planned))
+        return len(self.held) + len(self.arrived) + len(self.in_training) + len(self.returned) + planned
 
     def _limit(self) -> int:
         steps = self.max_staleness + 1

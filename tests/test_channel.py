@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -13,6 +14,7 @@ from grpo import channel as channel_module
 from grpo.channel import ChannelError, LearnerChannel, SamplerChannel
 from grpo.collector import Collector
 from grpo.held_out import HeldOut, read_evaluations
+from grpo.journal import Journal
 from grpo.rollout import PROTOCOL_VERSION, pack
 
 RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
@@ -40,7 +42,7 @@ FACTS = {
 
 
 @pytest.fixture
-def wire():
+def wire(tmp_path_factory):
     """Makes collectors and channels on one port, and closes them all."""
     port, opened = free_port(), []
 
@@ -50,7 +52,9 @@ def wire():
         def learner(self, **settings) -> tuple[Collector, LearnerChannel]:
             defaults = dict(groups_per_step=2, max_staleness=0, seed=0, max_steps=0)
             silence = settings.pop("silence_limit", 30)
-            collector = Collector(RUN, WELCOME, **defaults | settings)
+            folder = settings.pop("folder", None) or tmp_path_factory.mktemp("journal")
+            journal = Journal(Path(folder), keep=False)
+            collector = Collector(RUN, WELCOME, journal=journal, **defaults | settings)
             opened.append(LearnerChannel(self.address, silence))
             opened[-1].start(collector)
             return collector, opened[-1]

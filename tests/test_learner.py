@@ -10,7 +10,7 @@ from peft import LoraConfig
 from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
-from grpo.learner import adapter_state, make_engine, precision, read_ds_config
+from grpo.engine import adapter_state, make_engine, precision, read_ds_config
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
 from grpo.ranks import Ranks

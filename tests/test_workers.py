@@ -15,6 +15,7 @@ from tiny import ds_config, free_port, save_questions, save_tiny, tiny_model
 
 from grpo.adapters import AdapterStore
 from grpo.held_out import read_evaluations
+from grpo.journal import read_history
 from grpo.metrics import read_metrics
 
 
@@ -305,8 +306,49 @@ def test_what_a_newcomer_gets_wrong_is_one_sentence(tmp_path, material, workers,
 
 
 @pytest.mark.slow
-def test_a_used_folder_is_refused(tmp_path, material, workers):
-    run = Run(tmp_path, material)
-    AdapterStore(run.path).write_run({"run_id": "old"})
-    trainer = run.start_learner(workers)
-    assert trainer.wait(LIMIT) != 0 and "holds run old" in trainer.output()
+def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, workers):
+    run = Run(tmp_path, material, ranks=2, steps=3, learner_flags=["--save_steps", 2, "--log_completions", 10])
+    run.to_the_end(workers)
+    first = read_metrics(run.path / "metrics.jsonl")
+    run.learner_flags += ["--max_steps", 6]
+    never = run.start_learner(workers, "--resume", "never")
+    assert never.wait(LIMIT) != 0 and "leave --resume never out" in never.output()
+    other = run.start_learner(workers, "--lora_rank", 8)
+    assert other.wait(LIMIT) != 0 and "has lora [4, 8.0, 'all-linear'], this start has [8, 8.0" in other.output()
+    run.ranks = 1
+    run.config.write_text(run.config.read_text().replace('"gradient_accumulation_steps": 2', '"gradient_accumulation_steps": 4'))
+    single = run.start_learner(workers)
+    assert single.wait(LIMIT) != 0 and "was written by 2 ranks under ZeRO stage 2" in single.output()
+    run.ranks = 2
+    run.config.write_text(run.config.read_text().replace('"gradient_accumulation_steps": 4', '"gradient_accumulation_steps": 2'))
+    trainer, _ = run.to_the_end(workers)
+    assert "from the checkpoint of step 3" in trainer.output()
+    records = read_metrics(run.path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6] and records[:3] == first
+    assert [record["seconds"] for record in records] == sorted(record["seconds"] for record in records)
+    history = read_history(run.path)
+    tickets = [ticket for step in range(1, 7) for ticket in history.steps[step]]
+    assert tickets == list(range(24)) and not history.dropped  # 2 x 2 x 4 sequences a step
+    lines = (run.path / "completions.jsonl").read_text().split("\n")
+    assert [json.loads(line)["step"] for line in lines if line] == [n for n in range(1, 7) for _ in range(16)]
+    assert len(list((run.path / "journal").iterdir())) == 0
+
+
+@pytest.mark.slow
+def test_a_kept_journal_is_replayed_to_the_same_adapters(tmp_path, material, workers):
+    run = Run(tmp_path, material, steps=4, staleness=1, learner_flags=["--keep_journal"])
+    run.to_the_end(workers)
+    replays = {}
+    for name, flags in {"same": [], "other": ["--clip_eps", "0.0001", "--beta", "0.5"]}.items():
+        replay = Run(tmp_path, material, name, steps=0)
+        replays[name] = replay, replay.start_learner(workers, "--replay", run.path, *flags)
+    for _, trainer in replays.values():
+        assert trainer.wait(LIMIT) == 0, trainer.output()
+    original, same, other = (AdapterStore(path).read(4)[2] for path in (run.path, *(r.path for r, _ in replays.values())))
+    assert all(torch.equal(original[name], same[name]) for name in original)
+    assert not all(torch.equal(original[name], other[name]) for name in original)
+    assert "replaying 4 steps" in replays["same"][1].output()
+
+    (run.path / "journal" / "t00000005.group").unlink()
+    incomplete = Run(tmp_path, material, "incomplete").start_learner(workers, "--replay", run.path)
+    assert incomplete.wait(LIMIT) != 0 and "lacks groups of step 3; only a run with --keep_journal" in incomplete.output()

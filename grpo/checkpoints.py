@@ -1,0 +1,93 @@
+"""Checkpoints of adapter and optimizer: DeepSpeed's own files, and a last one that says they are complete.
+
+    save_path/checkpoints/step00000010/                what DeepSpeed wrote at every rank, without the frozen base
+    save_path/checkpoints/step00000010/complete.json   written by rank 0 when all the others are on disk
+
+DeepSpeed's files are pickles. They are read with torch's restricted unpickler, which builds tensors, plain containers
+and the few DeepSpeed classes named here, and runs nothing.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from grpo.files import sync, write_file
+from grpo.ranks import Ranks
+
+COMPLETE = "complete.json"
+KEPT = 2  # checkpoints, so that one is whole whatever happens to the other
+_CLASSES = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
+
+
+def save_checkpoint(engine, folder: Path, step: int, ranks: Ranks) -> None:
+    """Write the checkpoint of `step`; every rank takes part.
+
+    Raises:
+        OSError: it could not be written; older checkpoints are as they were.
+    """
+    place = folder / f"step{step:08d}"
+    try:
+        engine.save_checkpoint(str(folder), tag=place.name, exclude_frozen_parameters=True)
+    except RuntimeError as error:  # torch's zip writer on a full disk
+        raise OSError(f"checkpoint {place} could not be written: {error}") from error
+    ranks.add_up([0])  # every rank has written its part
+    if ranks.rank == 0:
+        for path in place.iterdir():
+            sync(path)
+        facts = {"step": step, "ranks": ranks.size, "stage": engine.zero_optimization_stage()}
+        write_file(place / COMPLETE, json.dumps(facts).encode())
+        sync(place)
+        complete = sorted(path.parent for path in folder.glob(f"step*/{COMPLETE}"))[-KEPT:]
+        for old in set(folder.glob("step*")) - set(complete):
+            shutil.rmtree(old)
+
+
+def newest_checkpoint(folder: Path) -> dict | None:
+    """The facts of the newest complete checkpoint; None while there is none."""
+    complete = sorted(folder.glob(f"step*/{COMPLETE}"))
+    return json.loads(complete[-1].read_text()) if complete else None
+
+
+def load_checkpoint(engine, folder: Path, facts: dict, ranks: int) -> None:
+    """Put adapter, optimizer and scheduler back as they were.
+
+    Raises:
+        ValueError: it was written by another number of ranks or under another ZeRO stage, or cannot be read.
+    """
+    stage = engine.zero_optimization_stage()
+    if (facts["ranks"], facts["stage"]) != (ranks, stage):
+        raise ValueError(
+            f"the checkpoint of step {facts['step']} was written by {facts['ranks']} ranks under ZeRO stage "
+            f"{facts['stage']}, this start has {ranks} under stage {stage}; start it as it was, or a new run elsewhere"
+        )
+    tag = f"step{facts['step']:08d}"
+    try:
+        with _restricted_unpickler():
+            path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=False)
+    except (RuntimeError, OSError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"the checkpoint {folder / tag} cannot be read: {error}") from error
+    if path is None:
+        raise ValueError(f"the checkpoint {folder / tag} is incomplete: files of a rank are missing")
+
+
+@contextlib.contextmanager
+def _restricted_unpickler():
+    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"  # DeepSpeed asks for the unrestricted one; this outranks it
+    try:
+        with torch.serialization.safe_globals(_CLASSES):
+            yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before

@@ -1,0 +1,78 @@
+"""DeepSpeed around a LoRA model: reading ds_config.json, building the engine, taking the adapter out of it."""
+
+import json
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from peft import LoraConfig, TaskType, get_peft_model_state_dict
+
+from grpo.models import DTYPES, add_lora
+
+
+def read_ds_config(path: str, ranks: int) -> dict:
+    """The DeepSpeed configuration; ValueError for what cannot work here.
+
+    Raises:
+        ValueError: no JSON, or batch sizes that are absent or do not fit the number of ranks.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"--ds_config {path} is no JSON: {error}") from error
+    sizes = [config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(
+            f"--ds_config {path} must give train_micro_batch_size_per_gpu and gradient_accumulation_steps as whole "
+            f"numbers, it has {sizes}"
+        )
+    total = config.get("train_batch_size", sizes[0] * sizes[1] * ranks)
+    if total != sizes[0] * sizes[1] * ranks:
+        raise ValueError(
+            f"--ds_config {path} has train_batch_size {total}, but {sizes[0]} a micro-batch x {sizes[1]} accumulation "
+            f"steps x {ranks} ranks are {sizes[0] * sizes[1] * ranks}; leave train_batch_size out"
+        )
+    if "optimizer" not in config:
+        raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
+    return config
+
+
+def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
+    """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
+    dtype = precision(ds_config)
+    if dtype == "float16" and not get_accelerator().is_fp16_supported():
+        raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {args.ds_config}, or put bf16 there")
+    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    lora = LoraConfig(
+        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
+    )
+    model.to(DTYPES[dtype])
+    try:
+        model = add_lora(model, lora)
+    except ValueError as error:
+        raise ValueError(f"--lora_targets {args.lora_targets} does not fit the model: {error}") from error
+    if args.gradient_checkpointing:
+        model.enable_input_require_grads()  # the frozen embeddings would give the first block inputs without gradient
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    return engine, dtype
+
+
+def precision(ds_config: dict) -> str:
+    """The dtype that ds_config.json selects for weights and forward passes."""
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return "float32"
+
+
+def adapter_state(engine) -> dict[str, torch.Tensor]:
+    """PEFT's state dict of the adapter as it is now, whole at every rank whatever the ZeRO stage."""
+    adapter = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    with deepspeed.zero.GatheredParameters(adapter, enabled=engine.zero_optimization_stage() == 3):
+        state = get_peft_model_state_dict(engine.module, save_embedding_layers=False)
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
