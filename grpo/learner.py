@@ -145,13 +145,13 @@ class Learner:
             self.source.finish_step(self.version if published else None)
         if self.channel:
             self.channel.wake()
-        if last or self.steps_done % self.args.save_steps == 0:
-            self.save()
         averages = means.over_ranks(self.ranks)
         if self.log:
             self._log(groups, averages, trained)
         if self.completions:
             self.completions.log(self.steps_done, groups, self._advantages)
+        if last or self.steps_done % self.args.save_steps == 0:
+            self.save()  # last: what a checkpoint covers is not done again, so its records must be there
 
     def _evaluate_if_due(self, last: bool = False) -> None:
         every = self.args.eval_steps

@@ -315,12 +315,12 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     assert never.wait(LIMIT) != 0 and "leave --resume never out" in never.output()
     other = run.start_learner(workers, "--lora_rank", 8)
     assert other.wait(LIMIT) != 0 and "has lora [4, 8.0, 'all-linear'], this start has [8, 8.0" in other.output()
-    run.ranks = 1
-    run.config.write_text(run.config.read_text().replace('"gradient_accumulation_steps": 2', '"gradient_accumulation_steps": 4'))
+    run.ranks, two_ranks = 1, run.config.read_text()
+    ds_config(run.config, accumulation=4)
     single = run.start_learner(workers)
     assert single.wait(LIMIT) != 0 and "was written by 2 ranks under ZeRO stage 2" in single.output()
     run.ranks = 2
-    run.config.write_text(run.config.read_text().replace('"gradient_accumulation_steps": 4', '"gradient_accumulation_steps": 2'))
+    run.config.write_text(two_ranks)
     trainer, _ = run.to_the_end(workers)
     assert "from the checkpoint of step 3" in trainer.output()
     records = read_metrics(run.path / "metrics.jsonl")
@@ -344,11 +344,13 @@ def test_a_kept_journal_is_replayed_to_the_same_adapters(tmp_path, material, wor
         replays[name] = replay, replay.start_learner(workers, "--replay", run.path, *flags)
     for _, trainer in replays.values():
         assert trainer.wait(LIMIT) == 0, trainer.output()
-    original, same, other = (AdapterStore(path).read(4)[2] for path in (run.path, *(r.path for r, _ in replays.values())))
+    folders = [run.path, *(replay.path for replay, _ in replays.values())]
+    original, same, other = (AdapterStore(folder).read(4)[2] for folder in folders)
     assert all(torch.equal(original[name], same[name]) for name in original)
     assert not all(torch.equal(original[name], other[name]) for name in original)
     assert "replaying 4 steps" in replays["same"][1].output()
 
     (run.path / "journal" / "t00000005.group").unlink()
     incomplete = Run(tmp_path, material, "incomplete").start_learner(workers, "--replay", run.path)
-    assert incomplete.wait(LIMIT) != 0 and "lacks groups of step 3; only a run with --keep_journal" in incomplete.output()
+    assert incomplete.wait(LIMIT) != 0
+    assert "lacks groups of step 3; only a run with --keep_journal" in incomplete.output()
