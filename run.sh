@@ -14,6 +14,8 @@ usage: ./run.sh VERB [FLAGS]
   test      the test suite (FLAGS go to pytest)
   trainer   the learner, by DeepSpeed's launcher (FLAGS: python training_worker.py --help)
   sampler   a sampling worker (FLAGS: python sampling_worker.py --help)
+  doctor    checks that trainer and sampler can start with the same FLAGS, before any model is loaded
+  keys DIR  CURVE keys for samplers on other machines
 
 Variables: TRAINER_GPUS=0,1  SAMPLER_GPUS=2   which GPUs each side takes
            TRAINER_RANKS=2                    ranks of the learner on a machine without GPU
@@ -110,6 +112,14 @@ sampler() {
     exec "$VENV/bin/python" -u "$ROOT/sampling_worker.py" "$@"
 }
 
+doctor() {
+    if [ "$(gpu_count)" -eq 0 ]; then
+        export CUDA_VISIBLE_DEVICES=
+        [[ " $* " == *" --device"* ]] || set -- --device cpu "$@"
+    fi
+    PYTHONPATH=$ROOT exec "$VENV/bin/python" -m grpo.doctor --ranks "${TRAINER_RANKS:-2}" "$@"
+}
+
 main() {
     local verb=${1:-help}
     shift || true
@@ -128,6 +138,8 @@ main() {
             ;;
         trainer) setup "$ROOT/requirements.txt" && trainer "$@" ;;
         sampler) setup "$ROOT/requirements.txt" && sampler "$@" ;;
+        doctor) setup "$ROOT/requirements.txt" && doctor "$@" ;;
+        keys) setup "$ROOT/requirements.txt" && PYTHONPATH=$ROOT exec "$VENV/bin/python" -m grpo.keys "$@" ;;
         help | -h | --help) usage ;;
         *)
             usage >&2

@@ -102,7 +102,12 @@ class Sampler:
         host = socket.gethostname().encode("ascii", "ignore").decode()
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
-            f"tcp://{args.host}:{args.port}", self.sampler_id, self.hello, args.timeout, args.startup_timeout
+            f"tcp://{args.host}:{args.port}",
+            self.sampler_id,
+            self.hello,
+            args.timeout,
+            args.startup_timeout,
+            args.keys,
         )
         self.reward_pool = RewardPool(reward_function, args.reward_workers, args.reward_timeout)
         self.outbox = Outbox(self.reward_and_send)
@@ -362,8 +367,8 @@ def stop_on_signals(channel: SamplerChannel) -> None:
         signal.signal(signal.SIGTERM, stop)
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked as far as it can be before anything is loaded."""
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
     parser = argparse.ArgumentParser(
         description="Sampling worker: generates completions with the newest adapter and streams them to the learner.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -376,6 +381,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu")
     add("--port", type=int, default=5555, help="the learner's port")
     add("--host", default="127.0.0.1", help="the learner's address")
+    add("--keys", type=Path, help="folder of CURVE keys (./run.sh keys DIR), the learner's")
     add("--dataset", default="gsm8k", help="gsm8k, another hub name, or a local file or folder (jsonl, parquet, csv)")
     add("--split", default="train", help="split of the dataset")
     add("--eval_dataset", help="held-out questions for the learner's --eval_steps (default: --dataset)")
@@ -397,6 +403,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0, help="evaluate: of the samples")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="evaluate: of the model")
     add("--evaluate_output", default="evaluation", help="evaluate: writes this name with .json and .jsonl")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before anything is loaded."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     for name in ("batch_size", "max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:

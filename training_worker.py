@@ -28,6 +28,7 @@ import torch
 from grpo.adapters import AdapterError
 from grpo.batch import Batch
 from grpo.channel import ChannelError
+from grpo.keys import is_loopback
 from grpo.learner import Learner, StepData
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means
@@ -107,8 +108,8 @@ def diagnostics(batch: Batch, data: StepData, loss: torch.Tensor, entropy: torch
     return {"entropy": (entropy[mask].sum(), mask.sum()), "loss": (loss.detach(), data.share)}
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked as far as it can be before anything is loaded."""
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
     parser = argparse.ArgumentParser(
         description="Training worker: receives rollouts, trains a LoRA adapter with DeepSpeed, publishes it.",
         epilog="Batch sizes, learning rate, precision and ZeRO stage are read from --ds_config.",
@@ -120,6 +121,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ds_config", default="ds_config.json", help="DeepSpeed configuration")
     add("--port", type=int, default=5555, help="port on which samplers connect")
     add("--host", default="127.0.0.1", help="address to listen at")
+    add("--keys", type=Path, help="folder of CURVE keys (./run.sh keys DIR), for any --host beyond this machine")
     add("--resume", choices=("auto", "never"), default="auto", help="auto: go on with the run in --save_path, if any")
     add("--keep_journal", action="store_true", help="keep all groups in --save_path, for --replay")
     add("--replay", help="train on the groups that a run kept in this folder (--keep_journal), without samplers")
@@ -148,6 +150,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--startup_timeout", type=float, default=1800, help="seconds to wait for the first group")
     add("--sampler_timeout", type=float, default=60, help="seconds of silence before a sampler's tickets go to others")
     add("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before anything is loaded."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
@@ -157,6 +165,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
+    if not args.keys and not is_loopback(args.host):
+        parser.error(
+            f"--host {args.host} lets other machines in: make keys with ./run.sh keys DIR, copy the folder to them, "
+            "and give both sides --keys DIR"
+        )
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature}, it must be above 0")
     if args.beta is not None and args.beta < 0:

@@ -14,10 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from grpo.keys import guard_learner, guard_sampler
 from grpo.rollout import MAX_GROUP_BYTES
 from grpo.tickets import Ticket
 
@@ -28,6 +31,11 @@ RESEND_SECONDS = 20.0  # an unacknowledged group is sent again after this
 MAX_REFUSED_GROUPS = 10  # a sampler whose groups are not taken stops instead of generating for nothing
 LINGER_MS = 2000  # what a closing socket may take to hand over its last messages
 MAX_HEADER_BYTES = 1 << 20
+MAX_SAMPLERS = 1024
+MAX_QUEUED = 16  # messages that wait in a socket for each peer: what a flood can take of the memory
+_REFUSED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class ChannelError(RuntimeError):
@@ -82,6 +90,9 @@ class _Endpoint:
     def __init__(self, name: str):
         self._context = zmq.Context()  # one per process and made after any fork: sockets do not survive one
         self._socket: zmq.Socket | None = None
+        self._monitor: zmq.Socket | None = None
+        self._authenticator = None  # checks the other side's keys
+        self.handshakes_refused = 0  # connections that came without the right key
         self._outbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._error: BaseException | None = None
@@ -110,6 +121,9 @@ class _Endpoint:
             self._thread.join(limit)
         with self._wake_lock:
             self._wake_sender.close(linger=0)
+        if self._authenticator:
+            self._authenticator.stop()
+            self._authenticator = None
         self._context.destroy(linger=LINGER_MS)
 
     def check(self) -> None:
@@ -121,6 +135,7 @@ class _Endpoint:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
                 ready = dict(poller.poll(timeout=BEAT_SECONDS * 250))
@@ -128,6 +143,9 @@ class _Endpoint:
                     self._wake_receiver.recv()
                 if self._socket in ready:
                     self._drain()
+                while self._monitor in ready and self._monitor.poll(0):
+                    recv_monitor_message(self._monitor)
+                    self._note_refused_handshake()
                 self._tick(time.monotonic())
                 self._flush()
             self._flush()
@@ -135,7 +153,18 @@ class _Endpoint:
             self._error = error
         finally:
             self._wake_receiver.close(linger=0)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._socket.close(linger=LINGER_MS)
+
+    def _open_socket(self, kind: int) -> zmq.Socket:
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES)
+        return self._socket
+
+    def _note_refused_handshake(self) -> None:
+        self.handshakes_refused += 1
 
     def _drain(self) -> None:
         while not self._stopping.is_set():
@@ -161,13 +190,14 @@ class _Endpoint:
     def _tick(self, now: float) -> None:
         raise NotImplementedError
 
+
 class LearnerChannel(_Endpoint):
     """The learner's end: binds `address` at once, and from `start` on talks to samplers on behalf of a Desk.
 
     What samplers send before that waits in the socket, so the port is sure before a model is loaded.
     """
 
-    def __init__(self, address: str, silence_limit: float):
+    def __init__(self, address: str, silence_limit: float, keys: Path | None = None):
         super().__init__("learner-channel")
         self.address, self._silence_limit = address, silence_limit
         self._desk: Desk | None = None
@@ -175,13 +205,17 @@ class LearnerChannel(_Endpoint):
         self._wants: dict[bytes, tuple[int, int]] = {}  # unanswered requests: (number, capacity)
         self._answers: dict[bytes, tuple[int, list[bytes]]] = {}  # the last answered one: (number, frames)
         self.foreign = 0  # messages that were none of ours
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._open_socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_GROUP_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a sampler that reconnects takes its name with it
         try:
+            if keys:
+                self._authenticator = guard_learner(self._socket, keys, self._context)
             self._socket.bind(address)
+        except ValueError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
             self.close()
             raise ChannelError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
 
@@ -203,6 +237,11 @@ class LearnerChannel(_Endpoint):
         self.wake()
         while self._last_heard and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(0.02)
+
+    def _note_refused_handshake(self) -> None:
+        super()._note_refused_handshake()
+        if self.handshakes_refused == 1:
+            print("channel: refused a connection without the right key; further ones are only counted", flush=True)
 
     def _handle(self, frames: list[bytes]) -> None:
         identity, *rest = frames
@@ -238,6 +277,8 @@ class LearnerChannel(_Endpoint):
 
     def _welcome(self, identity: bytes, sampler_id: str, header: dict) -> None:
         try:
+            if len(self._last_heard) >= MAX_SAMPLERS and identity not in self._last_heard:
+                raise Refusal(f"{MAX_SAMPLERS} samplers are here already")
             welcome = self._desk.hello(sampler_id, header)
         except Refusal as refusal:
             header = {"reason": str(refusal), "passing": refusal.passing}
@@ -274,7 +315,13 @@ class SamplerChannel(_Endpoint):
     """A sampler's end: asks for tickets, sends groups until they are acknowledged."""
 
     def __init__(
-        self, address: str, sampler_id: str, hello: Callable[[], dict], timeout: float, startup_timeout: float
+        self,
+        address: str,
+        sampler_id: str,
+        hello: Callable[[], dict],
+        timeout: float,
+        startup_timeout: float,
+        keys: Path | None = None,
     ):
         super().__init__("sampler-channel")
         self.address, self.sampler_id = address, sampler_id
@@ -290,10 +337,12 @@ class SamplerChannel(_Endpoint):
         self.refused = 0  # groups that the learner would not take
         self._refused_since = 0.0
         self._started = self._last_heard = self._last_beat = time.monotonic()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._open_socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, sampler_id.encode("ascii"))
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a learner that is not there
+        if keys:
+            guard_sampler(self._socket, keys)
         self._socket.connect(address)
         self._outbox.put(self._hello_frames())
         self._thread.start()
@@ -365,6 +414,8 @@ class SamplerChannel(_Endpoint):
                 return kind, header
 
     def _silence(self, now: float) -> str:
+        if self.handshakes_refused:
+            return f"its connection was refused {self.handshakes_refused} times: do the --keys of both sides fit?"
         if not self._welcomed:
             return "not welcomed yet"
         return f"last heard from it {now - self._last_heard:.0f} s ago"
@@ -417,7 +468,9 @@ class SamplerChannel(_Endpoint):
     def _tick(self, now: float) -> None:
         limit, flag = (self._timeout, "--timeout") if self._welcomed else (self._startup_timeout, "--startup_timeout")
         if now - (self._last_heard if self._welcomed else self._started) > limit:
-            raise ChannelError(f"nothing heard from the learner at {self.address} for {limit:.0f} s ({flag})")
+            raise ChannelError(
+                f"nothing heard from the learner at {self.address} for {limit:.0f} s ({flag}): {self._silence(now)}"
+            )
         if now - self._last_beat < BEAT_SECONDS:
             return
         self._last_beat = now

@@ -244,7 +244,9 @@ class Learner:
         while True:
             try:
                 if not self.args.replay:
-                    self.channel = self.channel or LearnerChannel(self._address, self.args.sampler_timeout)
+                    self.channel = self.channel or LearnerChannel(
+                        self._address, self.args.sampler_timeout, self.args.keys
+                    )
                 self._lock = self.store.lock()
                 break
             except (ChannelError, AdapterError):

@@ -1,10 +1,12 @@
 """The wire, over real sockets: welcome and refusal, tickets, acknowledgement, either start order, silence."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 from test_rollout import make_group
@@ -15,6 +17,7 @@ from grpo.channel import ChannelError, LearnerChannel, SamplerChannel
 from grpo.collector import Collector
 from grpo.held_out import HeldOut, read_evaluations
 from grpo.journal import Journal
+from grpo.keys import make_keys
 from grpo.rollout import PROTOCOL_VERSION, pack
 
 RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
@@ -51,16 +54,16 @@ def wire(tmp_path_factory):
 
         def learner(self, **settings) -> tuple[Collector, LearnerChannel]:
             defaults = dict(groups_per_step=2, max_staleness=0, seed=0, max_steps=0)
-            silence = settings.pop("silence_limit", 30)
+            silence, keys = settings.pop("silence_limit", 30), settings.pop("keys", None)
             folder = settings.pop("folder", None) or tmp_path_factory.mktemp("journal")
             journal = Journal(Path(folder), keep=False)
             collector = Collector(RUN, WELCOME, journal=journal, **defaults | settings)
-            opened.append(LearnerChannel(self.address, silence))
+            opened.append(LearnerChannel(self.address, silence, keys))
             opened[-1].start(collector)
             return collector, opened[-1]
 
-        def sampler(self, name="s", timeout=30.0, startup=30.0, **changes) -> SamplerChannel:
-            opened.append(SamplerChannel(self.address, name, lambda: FACTS | changes, timeout, startup))
+        def sampler(self, name="s", timeout=30.0, startup=30.0, keys=None, **changes) -> SamplerChannel:
+            opened.append(SamplerChannel(self.address, name, lambda: FACTS | changes, timeout, startup, keys))
             return opened[-1]
 
     yield Wire()
@@ -335,3 +338,85 @@ def test_records_where_nobody_evaluates_are_refused(wire):
     collector.hello("s", FACTS | {"holding": [-5]})
     assert not collector.receive("s", -5, b"{}")
     collector.drop("s", -5, "no reason")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Two folders of keys."""
+    folders = tmp_path_factory.mktemp("keys") / "ours", tmp_path_factory.mktemp("keys") / "theirs"
+    for folder in folders:
+        make_keys(folder)
+    return folders
+
+
+def test_with_keys_the_owner_of_one_is_served(wire, keys):
+    collector, learner = wire.learner(keys=keys[0])
+    sampler = wire.sampler(keys=keys[0])
+    assert sampler.connect()["run_id"] == "run"
+    for ticket in next(sampler.tickets(capacity=2)):
+        sampler.send(ticket.ticket_id, answer(ticket))
+    assert len(collector.next_step(wait=10)) == 2 and learner.handshakes_refused == 0
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["another key", "no key"])
+def test_with_keys_nobody_else_gets_an_answer_and_it_is_logged(wire, keys, theirs, capsys):
+    collector, learner = wire.learner(keys=keys[0])
+    mixed = None
+    if theirs:  # a stranger knows the learner's public key, and has a key of its own
+        mixed = keys[1].parent / "mixed"
+        shutil.copytree(keys[1], mixed, dirs_exist_ok=True)
+        shutil.copy(keys[0] / "learner.key", mixed)
+    stranger = wire.sampler("stranger", startup=3.0, keys=mixed)
+    with pytest.raises(ChannelError, match="--startup_timeout.*do the --keys of both sides fit"):
+        stranger.connect()
+    assert learner.handshakes_refused > 0 and learner.samplers == [] and collector._known == set()
+    assert "refused a connection without the right key" in capsys.readouterr().out
+    assert wire.sampler("friend", keys=keys[0]).connect()["run_id"] == "run"
+
+
+def test_a_learner_with_another_key_gets_nothing_from_a_sampler(wire, keys):
+    wire.learner(keys=keys[1])
+    with pytest.raises(ChannelError, match="--startup_timeout"):
+        wire.sampler(startup=2.0, keys=keys[0]).connect()
+
+
+def test_keys_are_private_and_never_overwritten(keys, tmp_path):
+    for name in ("learner", "sampler"):
+        assert (keys[0] / f"{name}.key_secret").stat().st_mode & 0o077 == 0
+    with pytest.raises(ValueError, match="holds learner.key"):
+        make_keys(keys[0])
+    with pytest.raises(ValueError, match="--keys .*learner.key_secret.*./run.sh keys"):
+        LearnerChannel(f"tcp://127.0.0.1:{free_port()}", 30, tmp_path)
+
+
+def test_a_flood_from_one_client_leaves_the_others_served_and_the_memory_bounded(wire):
+    collector, learner = wire.learner()
+    process = psutil.Process()
+    flood = zmq.Context.instance().socket(zmq.DEALER)
+    flood.setsockopt(zmq.SNDHWM, 4)
+    flood.connect(wire.address)
+    stop, blob = threading.Event(), bytes(1 << 20)
+    sent = 0
+
+    def pour():
+        nonlocal sent
+        while not stop.is_set():
+            if flood.poll(100, zmq.POLLOUT):
+                flood.send_multipart([b"GROUP", b'{"ticket_id": 0}', blob])
+                sent += 1
+
+    thread = threading.Thread(target=pour)
+    before = process.memory_info().rss
+    thread.start()
+    try:
+        sampler = wire.sampler()
+        sampler.connect()
+        for ticket in next(sampler.tickets(capacity=2)):
+            sampler.send(ticket.ticket_id, answer(ticket))
+        assert len(collector.next_step(wait=20)) == 2
+        time.sleep(1)
+    finally:
+        stop.set()
+        thread.join()
+        flood.close(linger=0)
+    assert sent > 100 and process.memory_info().rss - before < 200 << 20

@@ -132,3 +132,44 @@ def test_random_histories_finish_each_ticket_exactly_once_within_the_bound():
         assert len(finished) == len(set(finished))
         open_now = set(one.held) | set(one.arrived) | set(one.returned)
         assert sorted(set(finished) | open_now) == list(range(one.next_ticket))
+
+
+def test_a_restored_book_trains_the_planned_steps_first_and_asks_again_for_what_is_missing():
+    one = book(max_staleness=1)
+    # steps 1 and 2 are done (tickets 0 to 3), step 3 was on its way, 7 is here, 5 was dropped, 6 is with a sampler
+    one.restore(2, version=3, planned=[[9, 4]], arrived={7: 3}, finished={0, 1, 2, 3, 5})
+    assert one.next_ticket == 10 and sorted(one.returned) == [6, 8]
+    one.claim("a", {6, 0, 10**12})  # done and impossible tickets are not taken up
+    assert one.held == {6: "a"} and one.next_ticket == 10
+    assert one.start_step() == [9, 4] and one.grant("b", 9)[0].ticket_id == 8
+    assert one.start_step() is None  # one at a time
+    one.finish_step(3)
+    assert one.arrive(6, 3) == "accepted"
+    assert one.start_step() == [6, 7] and one.steps_done == 3
+
+
+def test_a_sampler_may_hold_tickets_that_a_restarted_learner_does_not_remember():
+    one = book(max_staleness=1)
+    one.restore(0, version=0, planned=[], arrived={}, finished=set())
+    one.claim("a", {2})
+    assert one.held == {2: "a"} and sorted(one.returned) == [0, 1] and one.next_ticket == 3
+    assert one.arrive(2, 0) == "accepted"
+
+
+def test_strictly_on_policy_a_lost_ticket_comes_back_with_those_it_was_granted_with():
+    one = book(groups_per_step=5, max_staleness=0)
+    assert [[t.ticket_id for t in one.grant(name, 2)] for name in "abc"] == [[0, 1], [2, 3], [4]]
+    one.arrive(2, 0)
+    one.release("b")  # it had sent 2, but not 3
+    assert [t.ticket_id for t in one.grant("a", 2)] == [2, 3] and one.held[3] == "a" and 2 not in one.held
+    assert one.arrive(2, 0) == "duplicate"
+    one.release("c")
+    assert [t.ticket_id for t in one.grant("a", 2)] == [4]
+
+
+def test_strictly_on_policy_a_restored_book_keeps_the_batches():
+    one = book(groups_per_step=4, max_staleness=0)
+    one.restore(1, version=1, planned=[], arrived={4: 1, 6: 1}, finished={0, 1, 2, 3})
+    assert [t.ticket_id for t in one.grant("a", 2)] == [4, 5]
+    assert [t.ticket_id for t in one.grant("b", 2)] == [6, 7]
+    assert one.grant("c", 2) == []

@@ -1,0 +1,81 @@
+"""./run.sh doctor: each mistake is one line that says what to do, and a good set of flags passes."""
+
+import json
+import socket
+import sys
+
+import pytest
+from tiny import ds_config, free_port, save_questions, save_tiny
+
+from grpo import doctor
+from grpo.keys import make_keys
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Flags that pass, as a dict."""
+    folder = tmp_path_factory.mktemp("doctor")
+    save_tiny(folder / "model")
+    return {
+        "--model_path": folder / "model",
+        "--save_path": folder / "run",
+        "--lora_path": folder / "run",
+        "--dataset": save_questions(folder / "questions.jsonl"),
+        "--ds_config": ds_config(folder / "ds.json"),
+        "--port": free_port(),
+        "--device": "cpu",
+    }
+
+
+def run(flags: dict, monkeypatch, capsys) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["doctor", *(str(part) for pair in flags.items() for part in pair)])
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    printed = capsys.readouterr().out
+    return (end.value.code, printed) if isinstance(end.value.code, int) else (1, str(end.value.code))
+
+
+def test_flags_that_work_pass(good, monkeypatch, capsys, tmp_path):
+    make_keys(tmp_path / "keys")
+    for more in ({}, {"--keys": tmp_path / "keys", "--host": "127.0.0.1"}):
+        code, printed = run(good | more, monkeypatch, capsys)
+        assert code == 0 and "NO" not in printed and printed.endswith("ready\n"), printed
+    assert "40 questions" in printed and "4 prompts x 4 completions on 2 ranks, float32" in printed
+
+
+MISTAKES = {
+    "folders": ({"--lora_path": "/tmp/elsewhere"}, ["--save_path is", "/tmp/elsewhere", "the same folder"]),
+    "batch": ({"--batch_size": 6}, ["--batch_size 6", "--group_size 4"]),
+    "step": ({"--group_size": 5, "--batch_size": 5}, ["16 sequences", "--group_size 5"]),
+    "model": ({"--model_path": "no/such/model"}, ["--model_path no/such/model"]),
+    "dataset": ({"--dataset": "no/such.jsonl"}, ["--dataset no/such.jsonl"]),
+    "held out": ({"--eval_steps": 5}, ["is a single file", "--eval_dataset"]),
+    "no keys": ({"--keys": "/tmp"}, ["--keys /tmp", "./run.sh keys"]),
+    "a host of others": ({"--host": "0.0.0.0"}, ["trainer: --host 0.0.0.0", "./run.sh keys DIR"]),
+    "device": ({"--device": "cuda:9"}, ["sampler: --device cuda:9", "--device cpu"]),
+    "a flag of nobody": ({"--bach_size": 4}, ["neither side knows --bach_size"]),
+    "a folder of root": ({"--save_path": "/proc/run", "--lora_path": "/proc/run"}, ["--save_path /proc/run"]),
+}
+
+
+@pytest.mark.parametrize("changes, words", MISTAKES.values(), ids=MISTAKES.keys())
+def test_each_mistake_is_a_line(good, changes, words, monkeypatch, capsys):
+    code, printed = run(good | changes, monkeypatch, capsys)
+    (line,) = [line for line in printed.split("\n") if line.startswith("NO")]
+    assert code == 1 and all(word in line for word in words), printed
+
+
+def test_a_taken_port_is_named(good, monkeypatch, capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", good["--port"]))
+        holder.listen()
+        code, printed = run(good, monkeypatch, capsys)
+    assert code == 1 and f"--port {good['--port']}" in printed
+
+
+def test_a_model_too_large_for_the_machine_is_named(good, monkeypatch, capsys, tmp_path):
+    config = json.loads((good["--model_path"] / "config.json").read_text())
+    save_tiny(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 1 << 15, "intermediate_size": 1 << 21}))
+    code, printed = run(good | {"--model_path": tmp_path}, monkeypatch, capsys)
+    assert code == 1 and "alone take" in printed and "ZeRO stage 3" in printed
