@@ -4,18 +4,21 @@ import json
 import math
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 from datasets import load_dataset
 from peft import PeftModel
-from processes import LIMIT, by_run_sh, learner, sampler
+from processes import LIMIT, Worker, by_run_sh, learner, sampler
 from safetensors.torch import load_file
 from tiny import ds_config, free_port, save_questions, save_tiny, tiny_model
 
 from grpo.adapters import AdapterStore
 from grpo.held_out import read_evaluations
 from grpo.journal import read_history
+from grpo.keys import make_keys
 from grpo.metrics import read_metrics
 
 
@@ -354,3 +357,43 @@ def test_a_kept_journal_is_replayed_to_the_same_adapters(tmp_path, material, wor
     incomplete = Run(tmp_path, material, "incomplete").start_learner(workers, "--replay", run.path)
     assert incomplete.wait(LIMIT) != 0
     assert "lacks groups of step 3; only a run with --keep_journal" in incomplete.output()
+
+
+@pytest.fixture
+def two_machines():
+    """Two network namespaces with a cable between them: 10.213.7.1 and 10.213.7.2."""
+    names = [f"grpo{free_port()}", f"grpo{free_port()}"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add {names[0]}a type veth peer name {names[1]}b"]
+    commands += [f"ip link set {names[0]}a netns {names[0]}", f"ip link set {names[1]}b netns {names[1]}"]
+    for name, link, host in ((names[0], f"{names[0]}a", 1), (names[1], f"{names[1]}b", 2)):
+        commands += [f"ip -n {name} addr add 10.213.7.{host}/24 dev {link}"]
+        commands += [f"ip -n {name} link set {device} up" for device in (link, "lo")]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    else:
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_sampler_on_another_machine_with_keys_trains_and_one_without_gets_nothing(
+    tmp_path, material, workers, two_machines
+):
+    make_keys(tmp_path / "keys")
+    run = Run(tmp_path, material, steps=2, learner_flags=["--host", "10.213.7.1", "--keys", tmp_path / "keys"])
+    here, there = (["ip", "netns", "exec", name, sys.executable, "-u"] for name in two_machines)
+    trainer = workers(lambda: Worker([*here, "training_worker.py", *run.learner_flags], tmp_path / "trainer.log"))
+    flags = ["tests/sampler_with_reward.py", "--device", "cpu", "--host", "10.213.7.1", *run.sampler_flags]
+    trainer.wait_for("listening at", LIMIT)
+    stranger = workers(lambda: Worker([*there, *flags, "--startup_timeout", 3], tmp_path / "stranger.log"))
+    assert stranger.wait(LIMIT) != 0 and "do the --keys of both sides fit?" in stranger.output()
+    friend = workers(lambda: Worker([*there, *flags, "--keys", tmp_path / "keys"], tmp_path / "friend.log"))
+    assert trainer.wait(LIMIT) == 0, trainer.output()[-3000:]
+    assert friend.wait(LIMIT) == 0, friend.output()[-3000:]
+    assert "refused a connection without the right key" in trainer.output()
