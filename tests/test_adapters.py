@@ -1,8 +1,11 @@
 """The adapter folder: whole versions or none, the newest in use, nothing broken gets into the model."""
 
 import json
+import os
 import shutil
+import threading
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
@@ -141,14 +144,58 @@ def test_a_damaged_version_is_not_taken_and_the_old_one_stays(tmp_path, how, cap
     assert sampler.load_newest(store, "run", at_least=0, limit=5) and sampler.version == 2
 
 
-@pytest.mark.parametrize("change", ["rank", "targets", "run"])
+def test_a_file_cut_off_anywhere_is_not_taken(tmp_path):
+    store, sampler = AdapterStore(tmp_path), policy()
+    publish(store, 0)
+    sampler.load_newest(store, "run", at_least=0, limit=5)
+    publish(store, 1)
+    weights = store.folder(1) / WEIGHTS
+    content = weights.read_bytes()
+    for offset in [0, 1, 4, 8, 9, 100, 1000, len(content) // 2, len(content) - 100, len(content) - 1]:
+        weights.write_bytes(content[:offset])
+        with pytest.raises(AdapterError):
+            sampler.load_newest(store, "run", at_least=0, limit=0)
+        assert sampler.version == 0
+    weights.write_bytes(content)
+    assert sampler.load_newest(store, "run", at_least=1, limit=5) and sampler.version == 1
+
+
+def test_a_version_that_is_replaced_or_removed_while_it_is_read_is_whole_or_an_error(tmp_path):
+    store, stop, outcomes = AdapterStore(tmp_path), threading.Event(), []
+    publish(store, 0)
+    good = store.read(0)[2]
+
+    def disturb():
+        other = tmp_path / "other"
+        shutil.copytree(store.folder(0), other)
+        while not stop.is_set():
+            (other / WEIGHTS).write_bytes(b"nothing")
+            os.replace(other / WEIGHTS, store.folder(0) / WEIGHTS)
+            shutil.rmtree(store.folder(0), ignore_errors=True)
+            publish(AdapterStore(tmp_path), 0, seed=0)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    for _ in range(200):
+        try:
+            state = store.read(0)[2]
+            outcomes.append(all(torch.equal(state[name], good[name]) for name in good))
+        except AdapterError:
+            outcomes.append(None)
+    stop.set()
+    thread.join()
+    assert False not in outcomes and None in outcomes
+
+
+@pytest.mark.parametrize("change", ["rank", "alpha", "targets", "run"])
 def test_an_adapter_of_another_kind_is_not_taken(tmp_path, change):
     store, sampler = AdapterStore(tmp_path), policy()
     publish(store, 0)
     sampler.load_newest(store, "run", at_least=0, limit=5)
     before = sampler.logprobs(canary_batch(VOCAB))
     targets = ["q_proj"] if change == "targets" else "all-linear"
-    config = LoraConfig(r=8 if change == "rank" else 4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    rank, alpha = 8 if change == "rank" else 4, 16 if change == "alpha" else 8
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     publish(store, 1, model=learner_model(1, config), config=config, run_id="x" if change == "run" else "run")
     with pytest.raises(AdapterError):
         sampler.load_newest(store, "run", at_least=0, limit=0)
@@ -159,10 +206,15 @@ def test_reloading_does_not_grow_the_model(tmp_path):
     store, sampler = AdapterStore(tmp_path), policy()
     publish(store, 0)
     sampler.load_newest(store, "run", at_least=0, limit=5)
-    count = len(list(sampler.model.named_parameters()))
-    for version in range(1, 20):
-        publish(store, version, model=learner_model(version))
-        sampler.load_newest(store, "run", at_least=version, limit=5)
+    count, process = len(list(sampler.model.named_parameters())), psutil.Process()
+    models = [learner_model(seed) for seed in (1, 2)]
+    for version in range(1, 201):
+        publish(store, version, model=models[version % 2])
+        assert sampler.load_newest(store, "run", at_least=version, limit=5)
+        store.prune(keep_newest=2, keep=set())
+        if version == 20:
+            before = process.memory_info().rss
+    assert process.memory_info().rss - before < 30 << 20
     assert len(list(sampler.model.named_parameters())) == count
     assert not any(parameter.requires_grad for parameter in sampler.model.parameters())
 

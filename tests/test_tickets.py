@@ -173,3 +173,15 @@ def test_strictly_on_policy_a_restored_book_keeps_the_batches():
     assert [t.ticket_id for t in one.grant("a", 2)] == [4, 5]
     assert [t.ticket_id for t in one.grant("b", 2)] == [6, 7]
     assert one.grant("c", 2) == []
+
+
+def test_one_slow_sampler_does_not_stop_the_rest():
+    one = book(groups_per_step=4, max_staleness=1, num_prompts=100)
+    slow = one.grant("slow", 2)
+    for step in range(20):
+        while len(one.arrived) < 4:
+            for ticket in one.grant("quick", 2):
+                one.arrive(ticket.ticket_id, one.version)
+        assert not set(one.start_step()) & {ticket.ticket_id for ticket in slow}
+        one.finish_step(step + 1)
+    assert one.arrive(slow[0].ticket_id, 0) == "accepted" and one.drop_stale() == [0]

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -289,6 +290,9 @@ LEARNER_FAILURES = {
     "an impossible temperature": (["--temperature", "0"], ["--temperature", "above 0"]),
     "a group size that does not divide the step": (["--group_size", "3"], ["8 sequences", "--group_size 3"]),
     "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "samplers connected: none"]),
+    "a folder that cannot be written to": (["--save_path", "/proc/run"], ["/proc/run"]),
+    "other machines without keys": (["--host", "0.0.0.0"], ["--host 0.0.0.0", "./run.sh keys DIR"]),
+    "no journal to replay": (["--replay", "no/such/run"], ["--replay no/such/run"]),
 }
 
 
@@ -397,3 +401,54 @@ def test_a_sampler_on_another_machine_with_keys_trains_and_one_without_gets_noth
     assert trainer.wait(LIMIT) == 0, trainer.output()[-3000:]
     assert friend.wait(LIMIT) == 0, friend.output()[-3000:]
     assert "refused a connection without the right key" in trainer.output()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 500 kB, and a way to make it larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(options):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True, capture_output=True)
+
+    try:
+        mount("size=500k")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    yield place, lambda: mount("remount,size=50m")
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_learner_with_a_sentence_and_more_room_lets_it_go_on(
+    tmp_path, material, workers, small_disk
+):
+    place, enlarge = small_disk
+    run = Run(tmp_path, material, steps=40, staleness=1, learner_flags=["--keep_journal", "--save_steps", 5])
+    run.path = place / "run"
+    for flags in (run.learner_flags, run.sampler_flags):
+        flags[flags.index(tmp_path / "run")] = run.path
+    trainer, actor = run.start_learner(workers), run.start_sampler(workers)
+    assert trainer.wait(LIMIT) != 0 and "No space left" in trainer.output() and "Traceback" not in trainer.output()
+    store = AdapterStore(run.path)
+    newest = store.versions()[-1]
+    assert 0 < newest < 40 and store.read(newest) and (run.path / "latest").resolve() == store.folder(newest)
+    enlarge()
+    again = run.start_learner(workers)
+    assert again.wait(LIMIT) == 0, again.output()[-3000:]
+    assert actor.wait(LIMIT) == 0
+    history = read_history(run.path)
+    trained = [ticket for step in range(1, 41) for ticket in history.steps[step]]
+    assert sorted([*trained, *history.dropped]) == list(range(len(trained) + len(history.dropped)))
+
+
+@pytest.mark.slow
+def test_ranks_outwait_a_sampler_that_is_later_than_the_limit_of_a_collective(tmp_path, material, workers):
+    run = Run(tmp_path, material, ranks=2, steps=1, learner_flags=["--timeout", 12])
+    trainer = run.start_learner(workers)
+    trainer.wait_for("waiting for groups for 1", LIMIT)  # rank 1 has waited longer than a collective may take
+    time.sleep(5)
+    actor = run.start_sampler(workers)
+    assert trainer.wait(LIMIT) == 0, trainer.output()[-3000:]
+    assert actor.wait(LIMIT) == 0
