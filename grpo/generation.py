@@ -1,16 +1,23 @@
 """The decode loop: G completions for each prompt, sampled from the full distribution at the run's temperature.
 
 Nothing of the model's generation_config takes part, so there is no top-k, top-p or penalty that could leak in. Each
-prompt is prefilled once for its group. The noise of a group comes from its ticket's seed alone: what else is in the
-batch does not change what is drawn, up to the rounding of the logits.
+prompt is prefilled and held once for its group, finished completions are retired, and their places go to the next
+prompts. The noise of a group comes from its ticket's seed alone: what else is in the batch does not change what is
+drawn, up to the rounding of the logits.
 
-Shapes: B prompts, G group, R = B * G rows still decoding, P longest prompt, V vocabulary.
+Shapes: G group, L completions still decoding ("live rows"), P longest prompt, V vocabulary.
 """
 
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
+
+from grpo.models import shares_prompts
+from grpo.shared_prompt import SharedPromptCache, in_use
+
+CHUNK = 256  # probabilities that are summed before the draw looks inside
 
 
 @dataclass
@@ -32,46 +39,157 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     eos_ids: list[int],
+    places: int = 0,
 ) -> list[list[Completion]]:
-    """Sample `group_size` completions for each of the B prompts; temperature 0 is greedy decoding.
+    """Sample `group_size` completions for each prompt; temperature 0 is greedy decoding.
 
-    `model` is a causal LM of transformers, bare or wrapped by PEFT. Greedy log-probs are those at temperature 1.
+    At most `places` completions are decoded at a time, 0: all. `model` is a causal LM of transformers, bare or wrapped
+    by PEFT. Greedy log-probs are those at temperature 1.
     """
     device = next(model.parameters()).device
-    noise = torch.cat([_noise(seed, group_size, max_new_tokens) for seed in seeds]).to(device)  # (B * G, max_new)
+    at_a_time = max(1, places // group_size) if places else len(prompts)
+    engine = (_SharedPrompts if shares_prompts(model) else _PaddedPrompts)(
+        model, prompts, group_size, max_new_tokens, at_a_time
+    )
+    noise = torch.cat([_noise(seed, group_size, max_new_tokens) for seed in seeds]).to(device)  # (all, max_new_tokens)
+    out = _Output(len(prompts) * group_size, max_new_tokens, device)
     end_ids = torch.tensor(eos_ids, device=device)
-    logits, cache, attention_mask = _prefill(model, prompts, group_size, device)
-    total = len(prompts) * group_size
-    ids = torch.zeros(total, max_new_tokens, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(total, max_new_tokens, device=device)
-    lengths = torch.full((total,), max_new_tokens, device=device)
-    rows = torch.arange(total, device=device)  # (R,) which completion each row of the cache belongs to
-    ended = torch.zeros(total, dtype=torch.bool, device=device)
-    for t in range(max_new_tokens):
-        tokens, logp = _draw(logits, noise[rows, t], temperature)
-        ids[rows, t], logprobs[rows, t] = tokens, logp
-        finished = torch.isin(tokens, end_ids)
-        if finished.any():
-            ended[rows[finished]], lengths[rows[finished]] = True, t + 1
-            keep = (~finished).nonzero().flatten()
-            if len(keep) == 0:
-                break
-            rows, tokens, attention_mask = rows[keep], tokens[keep], attention_mask[keep]
-            cache.batch_select_indices(keep)
-        if t + 1 < max_new_tokens:
-            attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
-            logits = _decode_one(model, tokens, attention_mask, cache)
-    return _collect(ids, logprobs, lengths, ended, group_size)
+    waiting = deque(range(len(prompts)))
+    live: list[int] = []  # completions: prompt * G + g
+    logits = None
+    while live or waiting:
+        new = engine.room(len(live), waiting)
+        if new:
+            started = engine.start(new)
+            live += [prompt * group_size + g for prompt in new for g in range(group_size)]
+            logits = started if logits is None else torch.cat([logits, started])
+        rows = torch.tensor(live, device=device)
+        tokens, logprobs = _draw(logits, noise[rows, out.lengths[rows]], temperature)
+        ended = out.append(rows, tokens, logprobs, torch.isin(tokens, end_ids))
+        keep = [i for i, end in enumerate(ended) if not end]
+        if len(keep) < len(live):
+            live = [live[i] for i in keep]
+            tokens = tokens[torch.tensor(keep, dtype=torch.int64, device=device)]
+        logits = engine.step(live, keep, tokens) if live else None
+    return out.completions(group_size)
 
 
-def _noise(seed: int, group_size: int, max_new_tokens: int) -> torch.Tensor:
-    """(G, max_new_tokens) uniform draws in [0, 1) of one ticket."""
-    return torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+class _Output:
+    """What has been drawn so far."""
+
+    def __init__(self, total: int, max_new_tokens: int, device: torch.device):
+        self.ids = torch.zeros(total, max_new_tokens, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(total, max_new_tokens, device=device)
+        self.lengths = torch.zeros(total, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(total, dtype=torch.bool, device=device)
+
+    def append(self, rows, tokens, logprobs, ends) -> list[bool]:
+        """One more token for each of `rows`; returns which of them are finished, the one wait for the device a step."""
+        at = self.lengths[rows]
+        self.ids[rows, at], self.logprobs[rows, at] = tokens, logprobs
+        self.lengths[rows] = at + 1
+        self.ended[rows] = ends
+        return (ends | (at + 1 == self.ids.shape[1])).tolist()
+
+    def completions(self, group_size: int) -> list[list[Completion]]:
+        ids, logprobs = self.ids.to(torch.int32).cpu(), self.logprobs.cpu()
+        every = [
+            Completion(ids[i, :length].clone(), logprobs[i, :length].clone(), not end)
+            for i, (length, end) in enumerate(zip(self.lengths.tolist(), self.ended.tolist(), strict=True))
+        ]
+        return [every[i : i + group_size] for i in range(0, len(every), group_size)]
 
 
-def _prefill(model, prompts: list[list[int]], group_size: int, device: torch.device):
+class _SharedPrompts:
+    """Prompts in slots, each held once; a slot is free again when its last completion is finished."""
+
+    def __init__(self, model, prompts: list[list[int]], group_size: int, max_new_tokens: int, at_a_time: int):
+        self._model, self._prompts, self._group_size = model, prompts, group_size
+        self._live_limit = at_a_time * group_size
+        slots = min(len(prompts), 2 * at_a_time)  # half-finished groups keep their slots while others fill their places
+        self._device = next(model.parameters()).device
+        longest = max(len(prompt) for prompt in prompts)
+        self._cache = SharedPromptCache(model.config, slots, group_size, longest, max_new_tokens, self._device)
+        self._free = list(range(slots))
+        self._slot: dict[int, int] = {}  # prompt -> slot
+        self._age: Counter[int] = Counter()  # prompt -> tokens that its live completions hold
+
+    def room(self, live: int, waiting: deque[int]) -> list[int]:
+        """The prompts to start now."""
+        new = []
+        while waiting and self._free and live + (len(new) + 1) * self._group_size <= self._live_limit:
+            new.append(waiting.popleft())
+            self._slot[new[-1]] = self._free.pop()
+        return new
+
+    def start(self, new: list[int]) -> torch.Tensor:
+        """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
+        logits, cache, mask = _prefill(self._model, [self._prompts[i] for i in new], self._device)
+        self._cache.put_prompts(torch.tensor([self._slot[i] for i in new], device=self._device), cache, mask)
+        return logits.repeat_interleave(self._group_size, 0)
+
+    def step(self, live: list[int], keep: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
+        prompts = [row // self._group_size for row in live]
+        for prompt in self._slot.keys() - set(prompts):
+            self._free.append(self._slot.pop(prompt))
+            del self._age[prompt]
+        self._age.update(dict.fromkeys(prompts, 1))
+        places = [self._slot[prompt] * self._group_size + row % self._group_size for prompt, row in zip(prompts, live)]
+        self._cache.start_step(torch.tensor(places, device=self._device), longest=max(self._age.values()))
+        positions = torch.tensor(
+            [len(self._prompts[prompt]) + self._age[prompt] - 1 for prompt in prompts], device=self._device
+        )
+        with in_use(self._model.config, self._cache):
+            return self._model(
+                input_ids=tokens[:, None],
+                attention_mask=tokens.new_ones(1, 1, 1, 1),  # `attend` knows better
+                position_ids=positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+
+
+class _PaddedPrompts:
+    """For models with other layers than full attention: transformers' own cache, prompts repeated and padded."""
+
+    def __init__(self, model, prompts: list[list[int]], group_size: int, max_new_tokens: int, at_a_time: int):
+        self._model, self._prompts, self._group_size, self._at_a_time = model, prompts, group_size, at_a_time
+        self._device = next(model.parameters()).device
+
+    def room(self, live: int, waiting: deque[int]) -> list[int]:
+        """The next batch once this one is done."""
+        return [] if live else [waiting.popleft() for _ in range(min(self._at_a_time, len(waiting)))]
+
+    def start(self, new: list[int]) -> torch.Tensor:
+        """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
+        logits, self._cache, mask = _prefill(self._model, [self._prompts[i] for i in new], self._device)
+        self._cache.batch_repeat_interleave(self._group_size)
+        self._mask = mask.repeat_interleave(self._group_size, 0)
+        return logits.repeat_interleave(self._group_size, 0)
+
+    def step(self, live: list[int], keep: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
+        if len(keep) < len(self._mask):
+            index = torch.tensor(keep, device=self._device)
+            self._mask = self._mask[index]
+            self._cache.batch_select_indices(index)
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        return self._model(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._mask.sum(-1, keepdim=True) - 1,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+
+def _prefill(model, prompts: list[list[int]], device: torch.device):
+    """(N, V) logits of the first tokens, the cache, and the (N, P) mask of the left-padded prompts."""
     width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)  # (B, P)
+    input_ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     cache = DynamicCache(config=model.config)
     logits = model(
@@ -82,38 +200,31 @@ def _prefill(model, prompts: list[list[int]], group_size: int, device: torch.dev
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
-    cache.batch_repeat_interleave(group_size)
-    return logits.repeat_interleave(group_size, 0), cache, attention_mask.repeat_interleave(group_size, 0)
+    return logits, cache, attention_mask
 
 
-def _decode_one(model, tokens: torch.Tensor, attention_mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """(R,) tokens -> (R, V) logits of the next position."""
-    return model(
-        input_ids=tokens[:, None],
-        attention_mask=attention_mask,
-        position_ids=attention_mask.sum(-1, keepdim=True) - 1,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
+def _noise(seed: int, group_size: int, max_new_tokens: int) -> torch.Tensor:
+    """(G, max_new_tokens) uniform draws in [0, 1) of one ticket."""
+    return torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def _draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse-CDF sampling: (R, V) logits and (R,) uniforms -> (R,) tokens and their (R,) log-probs."""
+    """Inverse-CDF sampling: (L, V) logits and (L,) uniforms -> (L,) tokens and their (L,) log-probs.
+
+    In two steps, so that only the sums of CHUNK probabilities and one chunk are added up in float64, where a tail of
+    tiny probabilities is not lost.
+    """
     logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logp.argmax(-1)
     else:
-        cdf = logp.exp().cumsum(-1, dtype=torch.float64)  # in float64 a tail of tiny probabilities is not lost
-        tokens = torch.searchsorted(cdf, (noise * cdf[:, -1])[:, None], right=True).squeeze(-1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+        rows, vocabulary = logp.shape
+        p = torch.nn.functional.pad(logp.exp(), (0, -vocabulary % CHUNK)).view(rows, -1, CHUNK)
+        sums = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (L, chunks)
+        target = noise * sums[:, -1]
+        chunk = torch.searchsorted(sums, target[:, None], right=True).clamp(max=sums.shape[1] - 1)  # (L, 1)
+        before = torch.nn.functional.pad(sums, (1, 0)).gather(-1, chunk)
+        inside = p[torch.arange(rows, device=p.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(inside, target[:, None] - before, right=True).clamp(max=CHUNK - 1)
+        tokens = (chunk * CHUNK + token).squeeze(-1).clamp(max=vocabulary - 1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)
-
-
-def _collect(ids, logprobs, lengths, ended, group_size: int) -> list[list[Completion]]:
-    ids, logprobs = ids.to(torch.int32).cpu(), logprobs.cpu()
-    completions = [
-        Completion(ids[i, :length].clone(), logprobs[i, :length].clone(), not end)
-        for i, (length, end) in enumerate(zip(lengths.tolist(), ended.tolist(), strict=True))
-    ]
-    return [completions[i : i + group_size] for i in range(0, len(completions), group_size)]

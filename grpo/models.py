@@ -1,5 +1,6 @@
 """Loading a causal LM and its tokenizer the same way on both sides, and telling whether both sides loaded the same."""
 
+import functools
 import hashlib
 import json
 import warnings
@@ -69,6 +70,28 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         ids = getattr(source, "eos_token_id", None)
         found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
     return sorted(found - {None})
+
+
+def shares_prompts(model) -> bool:
+    """Whether completions can attend to a prompt that is held once: full attention in every layer, by the interface.
+
+    What the decoding attention does not compute (soft caps, sliding windows, recurrent state) says no, with a line.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None) is not None and not getattr(config, "layer_types", None)
+    soft_cap = getattr(config, "attn_logit_softcapping", None) is not None
+    by_interface = all(getattr(part, "_supports_attention_backend", True) for part in model.modules())
+    if kinds == {"full_attention"} and not sliding and not soft_cap and by_interface:
+        return True
+    say_once(f"{config.model_type} has other layers than full attention: prompts are repeated for each completion")
+    return False
+
+
+@functools.lru_cache
+def say_once(text: str) -> None:
+    """Print a line, the first time it comes up."""
+    print(text, flush=True)
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:

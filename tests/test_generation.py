@@ -3,16 +3,53 @@
 import pytest
 import torch
 from tiny import VOCAB, redraw, tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from grpo.generation import generate
+from grpo.models import shares_prompts
 
 PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
+
+
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def make(config, **settings):
+    return redraw(AutoModelForCausalLM.from_config(config(**SHAPE | settings)))
 
 
 def gpt2():
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=2)
     return redraw(AutoModelForCausalLM.from_config(config))
+
+
+MODELS = {
+    "qwen2": tiny_model,
+    "llama": lambda: make(LlamaConfig),
+    "qwen3": lambda: make(Qwen3Config),
+    "gemma": lambda: make(GemmaConfig),
+    "gemma 2, soft caps": lambda: make(Gemma2Config, layer_types=["full_attention"] * 2, attn_logit_softcapping=0.5),
+    "mistral, window 4": lambda: make(MistralConfig, sliding_window=4),
+    "gpt2": gpt2,
+}
+ALL = pytest.mark.parametrize("name", MODELS)
 
 
 def run(model, prompts, seeds=None, **settings):
@@ -24,10 +61,11 @@ def same(one, other):
     return all(torch.equal(a.ids, b.ids) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
-def test_greedy_is_that_of_transformers_alone_or_in_a_padded_batch(make):
-    model = make()
-    together = run(model, PROMPTS, temperature=0, group_size=1)
+@ALL
+@pytest.mark.parametrize("places", [0, 1, 2])
+def test_greedy_is_that_of_transformers_alone_or_in_a_batch_with_places_that_are_refilled(name, places):
+    model = MODELS[name]()
+    together = run(model, PROMPTS, temperature=0, group_size=1, places=places)
     for prompt, (completion,) in zip(PROMPTS, together, strict=True):
         alone = run(model, [prompt], temperature=0, group_size=1)[0][0]
         greedy = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0)
@@ -35,11 +73,13 @@ def test_greedy_is_that_of_transformers_alone_or_in_a_padded_batch(make):
         assert completion.ids.tolist() == alone.ids.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("make", [tiny_model, gpt2], ids=["rotary", "absolute"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_sampling_logprobs_are_those_of_a_plain_forward(make, temperature):
-    model = make()
-    for prompt, group in zip(PROMPTS, run(model, PROMPTS, group_size=4, temperature=temperature), strict=True):
+@ALL
+@pytest.mark.parametrize("places", [0, 4])
+def test_sampling_logprobs_are_those_of_a_plain_forward(name, places, temperature=0.7):
+    model = MODELS[name]()
+    groups = run(model, PROMPTS * 2, group_size=4, temperature=temperature, places=places, eos_ids=[2, 3, 50])
+    assert len({len(completion.ids) for group in groups for completion in group}) > 1
+    for prompt, group in zip(PROMPTS * 2, groups, strict=True):
         for completion in group:
             ids = torch.tensor([prompt + completion.ids.tolist()])
             logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
@@ -59,8 +99,11 @@ def test_the_models_own_generation_config_takes_no_part():
 def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
     model = tiny_model()
     together = run(model, PROMPTS, seeds=[11, 22, 33], group_size=4)
-    for prompt, seed, group in zip(PROMPTS, [11, 22, 33], together, strict=True):
+    ends = dict(eos_ids=list(range(0, VOCAB, 8)), group_size=4)
+    refilled = run(model, PROMPTS, seeds=[11, 22, 33], places=4, **ends)
+    for prompt, seed, group, other in zip(PROMPTS, [11, 22, 33], together, refilled, strict=True):
         assert same(group, run(model, [prompt], seeds=[seed], group_size=4)[0])
+        assert same(other, run(model, [prompt], seeds=[seed], **ends)[0])
     assert not same(together[0], run(model, [PROMPTS[0]], seeds=[12], group_size=4)[0])
 
 
@@ -89,14 +132,23 @@ def chi_square(counts, probabilities):
     return float(((counts - expected) ** 2 / expected.clamp(min=1e-9))[keep].sum()), int(keep.sum())
 
 
-def test_first_and_second_tokens_have_the_exact_distribution():
+@pytest.mark.parametrize("refilled", [False, True])
+def test_first_and_second_tokens_have_the_exact_distribution(refilled):
     """10^5 draws; the chance that a right sampler fails is about 1e-5 (statistic over 4.5 standard deviations)."""
     model = tiny_model()
     prompt, temperature, draws = PROMPTS[0], 0.8, 100_000
-    # the other prompts pad this one on the left, and its rows retire at the end token
+    # a longer prompt is beside this one, rows retire at the end token, and some places have been used before
+    prompts, group_size = ([prompt, PROMPTS[2]] * 20, draws // 20) if refilled else ([prompt, PROMPTS[2]], draws)
     groups = run(
-        model, [prompt, PROMPTS[2]], seeds=[3, 4], group_size=draws, max_new_tokens=2, temperature=temperature
+        model,
+        prompts,
+        seeds=list(range(len(prompts))),
+        group_size=group_size,
+        max_new_tokens=2,
+        temperature=temperature,
+        places=2 * group_size if refilled else 0,
     )
+    groups = [[completion for group in groups[::2] for completion in group]]
     first = torch.tensor([int(completion.ids[0]) for completion in groups[0]])
     with torch.no_grad():
         exact = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / temperature, -1)
@@ -108,3 +160,8 @@ def test_first_and_second_tokens_have_the_exact_distribution():
         exact = torch.softmax(model(torch.tensor([[*prompt, common]])).logits[0, -1] / temperature, -1)
     statistic, cells = chi_square(torch.bincount(second, minlength=VOCAB).double(), exact.double())
     assert len(second) > 1000 and statistic < cells + 4.5 * (2 * cells) ** 0.5
+
+
+def test_models_that_the_fast_path_does_not_fit_say_so(capsys):
+    fits = {name: shares_prompts(make()) for name, make in MODELS.items()}
+    assert [name for name, yes in fits.items() if not yes] == ["gemma 2, soft caps", "mistral, window 4"]

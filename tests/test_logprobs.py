@@ -2,42 +2,12 @@
 
 import pytest
 import torch
-from test_generation import gpt2
-from tiny import VOCAB, redraw, tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
+from test_generation import MODELS
+from tiny import VOCAB, tiny_model
 
 from grpo.batch import collate
 from grpo.logprobs import can_share_prompt, completion_logprobs
 
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
-
-
-def make(config, **settings):
-    return redraw(AutoModelForCausalLM.from_config(config(**SHAPE | settings)))
-
-
-MODELS = {
-    "qwen2": tiny_model,
-    "llama": lambda: make(LlamaConfig),
-    "qwen3": lambda: make(Qwen3Config),
-    "gemma": lambda: make(GemmaConfig),
-    "mistral, window 4": lambda: make(MistralConfig, sliding_window=4),
-    "gpt2": gpt2,
-}
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7], [20, 21, 22, 23, 24, 25, 26], [40, 41])]
 COMPLETIONS = [torch.tensor(c) for c in ([8, 9, 2], [10], [11, 12, 13, 14, 15], [16, 2], [17, 18, 19], [3])]
 
@@ -69,7 +39,7 @@ def test_values_and_gradients_are_those_of_a_plain_forward(name, temperature):
 
 
 def test_models_that_cannot_be_continued_get_the_prompt_repeated():
-    assert can_share_prompt(MODELS["qwen2"]()) and can_share_prompt(gpt2())
+    assert can_share_prompt(MODELS["qwen2"]()) and can_share_prompt(MODELS["gpt2"]())
     assert not can_share_prompt(MODELS["mistral, window 4"]())
 
 
