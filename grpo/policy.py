@@ -98,9 +98,9 @@ class Policy:
             )
 
     def generate(
-        self, prompts, seeds, group_size: int, max_new_tokens: int, temperature=None
+        self, prompts, seeds, group_size: int, max_new_tokens: int, places: int = 0, temperature=None
     ) -> list[list[Completion]]:
-        """Sample from the policy with the adapter on."""
+        """Sample from the policy with the adapter on, at most `places` completions at a time (0: all)."""
         return generate(
             self.model,
             prompts,
@@ -109,6 +109,7 @@ class Policy:
             max_new_tokens=max_new_tokens,
             temperature=self.temperature if temperature is None else temperature,
             eos_ids=self.eos_ids,
+            places=places,
         )
 
     @torch.inference_mode()

@@ -75,7 +75,7 @@ class Chaos:
 
     def kill_one(self) -> str:
         """SIGKILL a random process of the run; returns its kind."""
-        kind = self.rng.choice(["sampler", "sampler", "sampler", "rank 0", "rank 1", "launcher"])
+        kind = self.rng.choice(["sampler"] * 6 + ["rank 0", "rank 1", "launcher"])
         if kind == "sampler":
             actor = self.rng.choice(self.actors)
             actor.signal(signal.SIGKILL)

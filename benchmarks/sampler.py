@@ -1,0 +1,117 @@
+"""Useful tokens per second of our decode loop and of `model.generate`: same model, adapter, prompts and machine.
+
+    .venv/bin/python -m demo.smollm2                          # once: SmolLM2-135M-Instruct, see the README
+    .venv/bin/python benchmarks/sampler.py --dataset gsm8k    # or a folder or file with GSM8K
+
+8 prompts x 8 completions of at most 256 tokens, with an unmerged LoRA adapter on all linear layers. Both take turns,
+and the ratio is that of the medians. A token is useful up to its completion's end token. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data import encode_prompt, load_examples
+from grpo.generation import generate
+from grpo.models import DTYPES, add_lora, eos_token_ids, load_model, load_tokenizer
+
+
+def main() -> None:
+    """Measure both in turn."""
+    args = parse_args()
+    torch.manual_seed(0)
+    tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
+    eos_ids = eos_token_ids(model, tokenizer)
+    model = add_lora(model.to(args.device, DTYPES[args.dtype]), LoraConfig(r=16, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=1e-3)
+    examples = load_examples(args.dataset)
+    prompts = [encode_prompt(tokenizer, examples[i].question) for i in range(args.prompts)]
+    ways = {"generate": by_transformers, "ours": by_ours}
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(args.turns):
+        for name, way in ways.items():
+            started = time.monotonic()
+            tokens = way(model.eval(), prompts, eos_ids, args, seed=turn)
+            speeds[name].append(tokens / (time.monotonic() - started))
+            print(f"{name}: {tokens} useful tokens, {speeds[name][-1]:.1f} a second", flush=True)
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    result = {"tokens_per_second": medians, "ratio_vs_generate": medians["ours"] / medians["generate"]}
+    result |= {"dtype": args.dtype, "threads": torch.get_num_threads(), "completions": args.prompts * args.group_size}
+    print(json.dumps(result | {"max_new_tokens": args.max_new_tokens}))
+
+
+def by_ours(model, prompts, eos_ids, args, seed: int) -> int:
+    """Our loop; returns the number of useful tokens."""
+    groups = generate(
+        model,
+        prompts,
+        list(range(1000 * seed, 1000 * seed + len(prompts))),
+        group_size=args.group_size,
+        max_new_tokens=args.max_new_tokens,
+        temperature=1.0,
+        eos_ids=eos_ids,
+        places=args.places,
+    )
+    return sum(len(completion.ids) for group in groups for completion in group)
+
+
+def by_transformers(model, prompts, eos_ids, args, seed: int) -> int:
+    """model.generate, sampling from the whole distribution, `places` completions at a time."""
+    torch.manual_seed(seed)
+    at_a_time, useful = max(1, args.places // args.group_size), 0
+    for start in range(0, len(prompts), at_a_time):
+        batch = prompts[start : start + at_a_time]
+        width = max(len(prompt) for prompt in batch)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=args.device)
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=args.device)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                num_return_sequences=args.group_size,
+                max_new_tokens=args.max_new_tokens,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                repetition_penalty=1.0,
+                eos_token_id=eos_ids,
+                pad_token_id=eos_ids[0],
+            )[:, width:]
+        ends = torch.isin(out, torch.tensor(eos_ids, device=out.device))
+        first = torch.where(ends.any(-1), ends.int().argmax(-1) + 1, out.shape[1])
+        useful += int(first.sum())
+    return useful
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-Instruct").expanduser()), help="the model")
+    add("--dataset", default="gsm8k", help="whose first prompts are taken")
+    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 on CPUs without bf16 instructions")
+    add("--device", default="cpu", help="cpu or cuda:0")
+    add("--prompts", type=int, default=8, help="prompts")
+    add("--group_size", type=int, default=8, help="completions of each")
+    add("--places", type=int, default=64, help="completions decoded at a time")
+    add("--max_new_tokens", type=int, default=256, help="limit of a completion")
+    add("--turns", type=int, default=3, help="measurements of each")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
