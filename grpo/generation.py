@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from grpo.models import shares_prompts
+from grpo.models import decodes_by_interface
 from grpo.shared_prompt import SharedPromptCache, in_use
 
 CHUNK = 256  # probabilities that are summed before the draw looks inside
@@ -48,7 +48,7 @@ def generate(
     """
     device = next(model.parameters()).device
     at_a_time = max(1, places // group_size) if places else len(prompts)
-    engine = (_SharedPrompts if shares_prompts(model) else _PaddedPrompts)(
+    engine = (_SharedPrompts if decodes_by_interface(model) else _PaddedPrompts)(
         model, prompts, group_size, max_new_tokens, at_a_time
     )
     noise = torch.cat([_noise(seed, group_size, max_new_tokens) for seed in seeds]).to(device)  # (all, max_new_tokens)

@@ -7,14 +7,13 @@ checkpointing, which keeps no cache) get the prompt repeated before each complet
 Shapes: Q prompts, B sequences, P prompt, C completion, V vocabulary.
 """
 
-import functools
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from grpo.batch import Batch
+from grpo.models import has_full_attention
 
 CHUNK_ELEMENTS = 1 << 25  # float32 logits that are alive at a time, about 128 MiB
 
@@ -44,21 +43,7 @@ def can_share_prompt(model: nn.Module) -> bool:
     inner = getattr(model, "module", model)  # a DeepSpeed engine's own config is not the model's
     if inner.training and any(getattr(part, "gradient_checkpointing", False) for part in inner.modules()):
         return False
-    config = inner.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    full = all(kind == "full_attention" for kind in kinds) and not _slides(config, kinds)
-    if not full:
-        _say_once(f"prompts are not shared within a group: {config.model_type} has other layers than full attention")
-    return full
-
-
-def _slides(config, kinds: list[str]) -> bool:
-    return not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None
-
-
-@functools.lru_cache
-def _say_once(text: str) -> None:
-    print(text, flush=True)
+    return has_full_attention(inner)
 
 
 def _repeated_prompt_logits(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -72,20 +72,24 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return sorted(found - {None})
 
 
-def shares_prompts(model) -> bool:
-    """Whether completions can attend to a prompt that is held once: full attention in every layer, by the interface.
-
-    What the decoding attention does not compute (soft caps, sliding windows, recurrent state) says no, with a line.
-    """
+def has_full_attention(model) -> bool:
+    """Whether every layer attends to everything before: no sliding windows, no recurrent state; a no says so, once."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    sliding = getattr(config, "sliding_window", None) is not None and not getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None)
+    full = set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+    if not full:
+        say_once(f"{config.model_type} has other layers than full attention: prompts are repeated for each completion")
+    return full
+
+
+def decodes_by_interface(model) -> bool:
+    """Whether the decoding attention of grpo/shared_prompt.py can stand in for the model's own; a no says so, once."""
+    config = model.config.get_text_config()
     soft_cap = getattr(config, "attn_logit_softcapping", None) is not None
-    by_interface = all(getattr(part, "_supports_attention_backend", True) for part in model.modules())
-    if kinds == {"full_attention"} and not sliding and not soft_cap and by_interface:
-        return True
-    say_once(f"{config.model_type} has other layers than full attention: prompts are repeated for each completion")
-    return False
+    fits = not soft_cap and all(getattr(part, "_supports_attention_backend", True) for part in model.modules())
+    if not fits:
+        say_once(f"{config.model_type} has an attention of its own: prompts are repeated for each completion")
+    return fits and has_full_attention(model)
 
 
 @functools.lru_cache

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from grpo.generation import generate
-from grpo.models import shares_prompts
+from grpo.models import decodes_by_interface
 
 PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
 
@@ -163,5 +163,5 @@ def test_first_and_second_tokens_have_the_exact_distribution(refilled):
 
 
 def test_models_that_the_fast_path_does_not_fit_say_so(capsys):
-    fits = {name: shares_prompts(make()) for name, make in MODELS.items()}
+    fits = {name: decodes_by_interface(make()) for name, make in MODELS.items()}
     assert [name for name, yes in fits.items() if not yes] == ["gemma 2, soft caps", "mistral, window 4"]
