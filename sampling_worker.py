@@ -37,6 +37,7 @@ from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
 from grpo.generation import Completion
+from grpo.memory import halving, places_that_fit
 from grpo.models import (
     DTYPES,
     ModelNotFound,
@@ -131,6 +132,13 @@ class Sampler:
             temperature=self.welcome["temperature"],
         )
         del self.model
+        group_size = self.welcome["group_size"]
+        self.places = self.args.batch_size or places_that_fit(
+            self.policy.model, group_size, self.args.max_prompt_length, self.args.max_new_tokens
+        )
+        self.groups_at_a_time = max(
+            1, MAX_LOGITS // (group_size * self.args.max_new_tokens * self.welcome["vocab_size"])
+        )  # in scoring
         return self
 
     def tickets(self) -> Iterator[list[Ticket]]:
@@ -138,12 +146,15 @@ class Sampler:
 
         Tickets for held-out questions (--eval_steps of the learner) come between and are worked off here.
         """
-        room = self.args.batch_size // self.welcome["group_size"]
+        room = self.places // self.welcome["group_size"]
+        waiting = time.monotonic()
         for tickets in self.channel.tickets(room, check=self.outbox.check):
+            self.waiting_seconds = (time.monotonic() - waiting) / len(tickets)
             if tickets[0].held_out:
                 self.evaluate(tickets)
             else:
                 yield tickets
+            waiting = time.monotonic()
 
     def evaluate(self, tickets: list[Ticket]) -> None:
         """Answer held-out questions greedily with the version that their tickets pin."""
@@ -160,7 +171,7 @@ class Sampler:
             judge,
             samples=0,
             max_new_tokens=self.args.max_new_tokens,
-            batch_size=self.args.batch_size,
+            batch_size=self.places,
         ):
             for record in records:
                 self.channel.send(by_index[record["index"]], json.dumps(record).encode())
@@ -188,22 +199,27 @@ class Sampler:
             return []
         started = time.monotonic()
         seeds = [ticket.seed for ticket in prompts]
-        groups = self.policy.generate(
-            list(prompts.values()), seeds, self.welcome["group_size"], self.args.max_new_tokens
-        )
+        group_size = self.welcome["group_size"]
+
+        def decode(places: int):
+            ids = list(prompts.values())
+            return self.policy.generate(ids, seeds, group_size, self.args.max_new_tokens, places=places)
+
+        groups, self.places = halving(decode, self.places, group_size, "--batch_size")
         self.generation_seconds = (time.monotonic() - started) / len(prompts)
         return groups
 
     def score(self, prompts: dict[Ticket, list[int]], completions: list[list[Completion]]) -> Iterator[Group]:
         """Groups that lack their rewards: old and reference log-probs come from the learner's forward function."""
         pairs = list(zip(prompts.items(), completions, strict=True))
-        # as many groups at a time as keep the logits, rows x C x V, within bounds
-        elements = self.welcome["group_size"] * self.args.max_new_tokens * self.welcome["vocab_size"]
-        size = max(1, MAX_LOGITS // elements)
-        for start in range(0, len(pairs), size):
-            yield from self.score_together(pairs[start : start + size])
+        while pairs:
+            scored, self.groups_at_a_time = halving(
+                lambda size, left=pairs: self.score_together(left[:size]), self.groups_at_a_time, 1, "groups at a time"
+            )
+            yield from scored
+            pairs = pairs[len(scored) :]
 
-    def score_together(self, pairs: list) -> Iterator[Group]:
+    def score_together(self, pairs: list) -> list[Group]:
         """The groups of some ((ticket, prompt ids), completions) pairs, by one forward pass for each policy."""
         started = time.monotonic()
         tensors = [torch.tensor(prompt_ids, dtype=torch.int32) for (_, prompt_ids), _ in pairs]
@@ -215,8 +231,10 @@ class Sampler:
         if self.welcome["needs_reference"]:
             ref = self.policy.reference_logprobs(batch).split(sizes)
         seconds = (time.monotonic() - started) / len(pairs)
-        for i, ((ticket, _), group) in enumerate(pairs):
-            yield self.make_group(ticket, tensors[i], group, old[i], ref[i], seconds)
+        return [
+            self.make_group(ticket, tensors[i], group, old[i], ref[i], seconds)
+            for i, ((ticket, _), group) in enumerate(pairs)
+        ]
 
     def make_group(self, ticket: Ticket, prompt_ids, completions: list[Completion], old, ref, seconds: float) -> Group:
         """Everything known of a group before its rewards; without `old`, the decoder's log-probs stand for pi_old's."""
@@ -237,7 +255,11 @@ class Sampler:
             old_logprobs=sampling.clone() if old is None else old,
             ref_logprobs=ref,
             rewards=torch.full((len(completions),), torch.nan),
-            stats={"generation_seconds": self.generation_seconds, "scoring_seconds": seconds},
+            stats={
+                "waiting_seconds": self.waiting_seconds,
+                "generation_seconds": self.generation_seconds,
+                "scoring_seconds": seconds,
+            },
         )
 
     def reward_and_send(self, group: Group) -> None:
@@ -305,7 +327,9 @@ def evaluate_policy(args: argparse.Namespace) -> None:
         judge,
         samples=args.samples,
         max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
+        batch_size=args.batch_size or places_that_fit(
+            policy.model, max(1, args.samples), args.max_prompt_length, args.max_new_tokens
+        ),
         output=Path(args.evaluate_output),
         facts=facts | {"prompts_too_long": len(indices) - len(questions)},
     )
@@ -376,7 +400,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the learner's must agree")
     add("--lora_path", default="./checkpoints", help="adapter folder: the learner's --save_path")
-    add("--batch_size", type=int, default=8, help="completions decoded at a time, a multiple of the group size")
+    add("--batch_size", type=batch_size, default=8, help="completions decoded at a time, a multiple of the group size; "
+        "auto: as many as fit")  # fmt: skip
     add("--max_new_tokens", type=int, default=256, help="completions are cut at this length")
     add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu")
     add("--port", type=int, default=5555, help="the learner's port")
@@ -410,13 +435,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    for name in ("batch_size", "max_new_tokens", "max_prompt_length"):
+    for name in ("max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
     check_device(parser, args.device)
     return args
+
+
+def batch_size(text: str) -> int:
+    """argparse type: a number from 1 on, or auto, which is 0 here."""
+    if text == "auto":
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 on nor auto")
+    return int(text)
 
 
 def check_device(parser: argparse.ArgumentParser, name: str) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 import torch
 import zmq
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 # This is a program of its own, run from the root beside the two workers; nothing in grpo/ imports it.
@@ -159,9 +158,10 @@ def batch_sizes(learner, sampler, ranks: int) -> Iterator[str]:
         raise ValueError(
             f"--batch_size {sampler.batch_size} is no multiple of --group_size {learner.group_size}: change one of them"
         )
+    decoded = f"{sampler.batch_size} completions at a time" if sampler.batch_size else "as many completions as fit"
     yield (
         f"a step takes {sequences // learner.group_size} prompts x {learner.group_size} completions on {ranks} ranks, "
-        f"{precision(config)}; the sampler decodes {sampler.batch_size} completions at a time"
+        f"{precision(config)}; the sampler decodes {decoded}"
     )
 
 
@@ -172,7 +172,7 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
         raise ValueError(f"--model_path is {path} and {sampler.model_path}: give both the same")
     if not load_tokenizer(path).chat_template:
         raise ValueError(f"the tokenizer of --model_path {path} has no chat template: take another model")
-    with init_empty_weights():  # counts without loading
+    with torch.device("meta"):  # counts without loading
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     empty.tie_weights()
     parameters = sum(parameter.numel() for parameter in empty.parameters())

@@ -17,6 +17,8 @@ from tqdm import tqdm
 from grpo.policy import Policy
 from grpo.tickets import derive_seed
 
+REFILLS = 8  # how often a place is used before what was answered is handed out
+
 # one answered question
 RECORD = {
     "index": int,
@@ -51,20 +53,21 @@ def evaluate(
     batch_size: int,
     seed: int = 0,
 ) -> Iterator[list[dict]]:
-    """Answer the questions batch by batch; yields the records of each batch, `max(1, samples)` a question.
+    """Answer the questions, `batch_size` completions at a time; yields records in parts, `max(1, samples)` a question.
 
     samples: 0 for one greedy completion a question, k for k sampled at the policy's temperature.
     judge: (response, answer) -> {"strict", "lenient", "format"}.
     """
     each = max(1, samples)
-    per_batch = max(1, batch_size // each)
-    for start in range(0, len(questions), per_batch):
-        batch = questions[start : start + per_batch]
+    at_a_time = REFILLS * max(1, batch_size // each)
+    for start in range(0, len(questions), at_a_time):
+        batch = questions[start : start + at_a_time]
         groups = policy.generate(
             [question.prompt_ids for question in batch],
             [derive_seed(seed, "evaluation", question.index) for question in batch],
             each,
             max_new_tokens,
+            places=batch_size,
             temperature=None if samples else 0,
         )
         records = []

@@ -444,6 +444,7 @@ class Learner:
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "learning_rate": self.engine.get_lr()[0],
             "step_time": now - self._step_started + self._wait_seconds,
+            "learner/idle_share": self._wait_seconds / (now - self._step_started + self._wait_seconds),
             "time/wait": self._wait_seconds,
             "time/train": trained - self._step_started,
             "time/publish": now - trained,

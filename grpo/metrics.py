@@ -103,6 +103,10 @@ def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = torch.cat(parts).mean()
     for name in sorted({name for group in groups for name in group.stats}):
         metrics[f"sampler/{name}"] = sum(group.stats.get(name, 0.0) for group in groups)
+    waited = metrics.get("sampler/waiting_seconds", 0.0)
+    worked = sum(metrics.get(f"sampler/{name}_seconds", 0.0) for name in ("generation", "scoring"))
+    if waited + worked > 0:  # rewards are computed beside the next generation
+        metrics["sampler/idle_share"] = waited / (waited + worked)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -1,0 +1,53 @@
+"""How many completions fit into memory, and going on with half as many where that was too optimistic."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+import torch
+
+T = TypeVar("T")
+USABLE = {"cuda": 0.8, "cpu": 0.4}  # of what is free: fragments, and the other processes of a machine, want the rest
+LARGEST = 256  # more rows than this gain little speed
+
+
+def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: int) -> int:
+    """Completions that can be decoded at a time with the memory that is free: a multiple of the group size.
+
+    Counted are the blocks of grpo/shared_prompt.py (twice as many slots as are alive) and float32 logits, three times.
+
+    Raises:
+        ValueError: not even one group fits.
+    """
+    config, device = model.config.get_text_config(), next(model.parameters()).device
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
+    group = 2 * token * (prompt_length + group_size * max_new_tokens) + group_size * config.vocab_size * 4 * 3
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    groups = int(free * USABLE.get(device.type, 0.4) / group)
+    if groups < 1:
+        raise ValueError(
+            f"{free / 1e9:.1f} GB are free on {device}, one group of {group_size} completions takes {group / 1e9:.1f}: "
+            "smaller --max_new_tokens, --max_prompt_length or model"
+        )
+    return min(groups * group_size, max(LARGEST // group_size, 1) * group_size)
+
+
+def halving(call: Callable[[int], T], size: int, least: int, what: str) -> tuple[T, int]:
+    """call(size), tried again with half the size whenever memory runs out; its result and the size that worked.
+
+    Raises:
+        ValueError: `least`, of which sizes are multiples, is too much as well.
+    """
+    while True:
+        try:
+            return call(size), size
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
+            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+                raise
+            if size <= least:
+                raise ValueError(f"out of memory with {what} {size} already, and less is not possible") from error
+        size = max(least, size // 2 // least * least)
+        torch.cuda.empty_cache()
+        print(f"out of memory: {what} is {size} from now on", flush=True)
