@@ -53,6 +53,7 @@ from grpo.policy import Policy
 from grpo.rollout import PROTOCOL_VERSION, Group, pack
 from grpo.scoring import RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
+from grpo.vllm_engine import VllmPolicy
 from utils import check_answer, check_answer_lenient, check_format, reward_function
 
 TOO_LONG = "prompt longer than --max_prompt_length"
@@ -123,11 +124,10 @@ class Sampler:
         """Wait for the learner's welcome, then put the model on the device in the learner's dtype."""
         print(f"sampler {self.sampler_id}: {len(self.examples)} prompts, adapters from {self.store.path}", flush=True)
         self.welcome = self.channel.connect()
-        eos_ids = eos_token_ids(self.model, self.tokenizer)
-        self.policy = Policy(
+        self.policy = make_policy(
             self.model,
-            eos_ids,
-            self.args.device,
+            eos_token_ids(self.model, self.tokenizer),
+            self.args,
             dtype=self.welcome["dtype"],
             temperature=self.welcome["temperature"],
         )
@@ -305,6 +305,22 @@ class Sampler:
             print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
 
+def make_policy(model, eos_ids: list[int], args: argparse.Namespace, **settings) -> Policy:
+    """The policy with the decode loop that --engine names."""
+    if args.engine == "transformers":
+        return Policy(model, eos_ids, args.device, **settings)
+    return VllmPolicy(
+        model,
+        eos_ids,
+        args.device,
+        **settings,
+        model_path=args.model_path,
+        vllm_dtype=args.vllm_dtype,
+        max_model_len=args.vllm_max_model_len or args.max_prompt_length + args.max_new_tokens,
+        memory=args.vllm_gpu_memory_utilization,
+    )
+
+
 def evaluate_policy(args: argparse.Namespace) -> None:
     """Accuracy on held-out questions: a summary in the terminal and in FILE.json, every completion in FILE.jsonl."""
     tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
@@ -415,6 +431,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####)")
     add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")
     add("--max_prompt_length", type=int, default=1024, help="a longer prompt (in tokens) is dropped and counted")
+    add("--engine", choices=("transformers", "vllm"), default="transformers", help="what decodes: our loop on the "
+        "transformers model, or vLLM, installed separately")  # fmt: skip
+    add("--vllm_gpu_memory_utilization", type=float, default=0.5, help="vllm: its share of the GPU's memory")
+    add("--vllm_max_model_len", type=int, default=0, help="vllm: tokens of prompt and completion; 0: both limits' sum")
+    add("--vllm_dtype", default="auto", help="vllm: auto (the run's), or a dtype of its own")
     add("--old_logprobs", choices=("scored", "sampled"), default="scored", help="scored: by the learner's own forward "
         "function; sampled: the decoder's, which saves a pass and is exact in float32 only")  # fmt: skip
     add("--timeout", type=float, default=300, help="seconds without a sign of life from the learner before giving up")

@@ -172,6 +172,7 @@ class Collector:
                 if self._held_out:
                     self._held_out.give_back(ticket_id)
                 return False
+            self.last_arrival = time.monotonic()
             self._changed.notify_all()
         return True
 
@@ -183,7 +184,8 @@ class Collector:
                     self._held_out.drop(ticket_id)
             elif self._book.drop(ticket_id, reason):
                 self._journal.note_drop(ticket_id, reason)
-                print(f"sampler {sampler_id} dropped ticket {ticket_id}: {reason}")
+                prompt = self._book.ticket(ticket_id).prompt_index
+                print(f"sampler {sampler_id} dropped ticket {ticket_id}, prompt {prompt}: {reason}", flush=True)
             self._changed.notify_all()
 
     def leave(self, sampler_id: str, reason: str) -> None:

@@ -32,14 +32,14 @@ def append_line(file: IO[bytes], line: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """The whole lines of a file that is appended to; a last line that was cut off by a crash is removed from it."""
+def read_lines(path: Path, mend: bool = True) -> list[bytes]:
+    """The whole lines of a file that is appended to; `mend` removes a last line that a crash cut off from the file."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if mend and len(whole) < len(content):
         os.truncate(path, len(whole))
     return whole.split(b"\n")[:-1]
 

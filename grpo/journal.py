@@ -31,31 +31,31 @@ class Journal:
     """One run's journal; `keep` leaves the groups on disk for ever."""
 
     def __init__(self, save_path: Path, keep: bool):
-        self._folder, self._keep = save_path / "journal", keep
+        self._save_path, self._folder, self._keep = save_path, save_path / "journal", keep
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob(".tmp-*"):
             leftover.unlink()
-        self.history = read_history(save_path)
+        self.history = read_history(save_path, mend=True)
         self._log = open(save_path / "tickets.jsonl", "ab")
 
     def put(self, ticket_id: int, blob: bytes) -> None:
         """Write a group; it is safe when this returns."""
-        write_file(self._path(ticket_id), blob)
+        write_file(_path(self._save_path, ticket_id), blob)
         sync(self._folder)
 
     def get(self, ticket_id: int) -> bytes:
         """A group's blob; FileNotFoundError if it is not here."""
-        return self._path(ticket_id).read_bytes()
+        return read_group(self._save_path, ticket_id)
 
     def ticket_ids(self) -> list[int]:
         """All tickets whose groups are here."""
-        return sorted(int(path.stem[1:]) for path in self._folder.glob("t*.group"))
+        return ticket_ids(self._save_path)
 
     def forget(self, ticket_ids: Iterable[int]) -> None:
         """These groups are not needed to go on after a crash."""
         if not self._keep:
             for ticket_id in ticket_ids:
-                self._path(ticket_id).unlink(missing_ok=True)
+                _path(self._save_path, ticket_id).unlink(missing_ok=True)
 
     def note_data(self, data: dict) -> None:
         """The first sampler is here: what it samples from is now the run's."""
@@ -73,18 +73,29 @@ class Journal:
     def _append(self, event: dict) -> None:
         append_line(self._log, json.dumps(event).encode())
 
-    def _path(self, ticket_id: int) -> Path:
-        return self._folder / f"t{ticket_id:08d}.group"
+
+def _path(save_path: Path, ticket_id: int) -> Path:
+    return save_path / "journal" / f"t{ticket_id:08d}.group"
 
 
-def read_history(save_path: Path) -> History:
-    """The events of a run.
+def read_group(save_path: Path, ticket_id: int) -> bytes:
+    """A group's blob; FileNotFoundError if it is not there."""
+    return _path(save_path, ticket_id).read_bytes()
+
+
+def ticket_ids(save_path: Path) -> list[int]:
+    """All tickets whose groups are on disk."""
+    return sorted(int(path.stem[1:]) for path in (save_path / "journal").glob("t*.group"))
+
+
+def read_history(save_path: Path, mend: bool = False) -> History:
+    """The events of a run; `mend` removes a last line that a crash cut off, which only the run itself may do.
 
     Raises:
         ValueError: a line that is no event, with its number.
     """
     path, history = save_path / "tickets.jsonl", History()
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(read_lines(path, mend), 1):
         try:
             event = json.loads(line)
             kind = event.pop("event")

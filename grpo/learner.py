@@ -206,12 +206,13 @@ class Learner:
             raise self._failure
 
     def _finish_evaluations(self) -> None:
-        """After the last step: wait, bounded, for evaluations that are under way."""
+        """After the last step: wait for evaluations that are under way, as long as answers come."""
         started = noticed = time.monotonic()
         while self.source.pinned and not (self._failure or self._stop_signal):
             now = time.monotonic()
-            if not self.channel.samplers and now - started > self.args.timeout:
-                print(f"evaluation of versions {sorted(self.source.pinned)} given up: no sampler is left")
+            if now - max(started, self.source.last_arrival) > self.args.timeout:
+                limit, versions = self.args.timeout, sorted(self.source.pinned)
+                print(f"evaluation of versions {versions} given up: no answer for {limit:.0f} s (--timeout)")
                 return
             if now - noticed >= NOTICE_SECONDS:
                 noticed = now

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from grpo.journal import Journal
+from grpo.journal import read_group, read_history, ticket_ids
 from grpo.rollout import Group, unpack
 
 _SAME = {
@@ -28,6 +28,8 @@ class Replay:
 
     def __init__(self, folder: Path, run: dict, needs_reference: bool, steps_done: int):
         self._folder, self._steps_done, self._needs_reference = folder, steps_done, needs_reference
+        if folder.resolve() == Path(run["save_path"]):
+            raise ValueError(f"--replay {folder} is --save_path too; give the new run a folder of its own")
         try:
             original = json.loads((folder / "run.json").read_text())
         except (OSError, ValueError) as error:
@@ -38,10 +40,8 @@ class Replay:
                     f"--replay {folder}: its {name} is {original.get(name)!r:.60}, this start has {run[name]!r:.60}; "
                     f"change {flag}"
                 )
-        self._journal = Journal(folder, keep=True)
-        history = self._journal.history
+        history, here = read_history(folder), set(ticket_ids(folder))
         self._steps = [history.steps[step] for step in sorted(history.steps)]
-        here = set(self._journal.ticket_ids())
         missing = [n for n, ids in enumerate(self._steps, 1) if n > steps_done and not here.issuperset(ids)]
         if missing or not self._steps:
             what = f"groups of step {missing[0]}" if missing else "any step"
@@ -57,7 +57,7 @@ class Replay:
         """The groups of the next step; an empty list after the last one."""
         if self._steps_done >= len(self._steps):
             return []
-        groups = [unpack(self._journal.get(ticket_id)) for ticket_id in self._steps[self._steps_done]]
+        groups = [unpack(read_group(self._folder, ticket_id)) for ticket_id in self._steps[self._steps_done]]
         if self._needs_reference and any(group.ref_logprobs is None for group in groups):
             raise ValueError(f"--replay {self._folder}: its groups have no reference log-probs; start with --beta 0")
         return groups

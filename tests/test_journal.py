@@ -112,6 +112,8 @@ def test_a_line_that_a_crash_cut_off_is_removed(tmp_path, cut):
     whole = (tmp_path / "tickets.jsonl").read_bytes()
     journal.note_step(2, [2, 3])
     (tmp_path / "tickets.jsonl").write_bytes((tmp_path / "tickets.jsonl").read_bytes()[: len(whole) + cut])
+    assert read_history(tmp_path).steps == {1: [0, 1]}
+    assert len((tmp_path / "tickets.jsonl").read_bytes()) == len(whole) + cut  # who only reads, changes nothing
     again = Journal(tmp_path, keep=False)
     assert again.history.steps == {1: [0, 1]} and (tmp_path / "tickets.jsonl").read_bytes() == whole
     again.note_step(2, [3, 2])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import socket
 import subprocess
@@ -174,6 +175,20 @@ def test_evaluation_during_a_run_is_that_of_the_command_on_the_same_version(tmp_
     assert evaluation.wait(LIMIT) == 0, evaluation.output()[-2000:]
     lines = (tmp_path / "e.jsonl").read_text().split("\n")
     assert [json.loads(line)["response"] for line in lines if line] == texts[3]
+
+
+@pytest.mark.slow
+def test_prompts_that_are_too_long_are_left_out_counted_and_named(tmp_path, material, workers):
+    lines = [{"question": "a " * (30 if n in (3, 8) else 3), "answer": f"#### {n}"} for n in range(12)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = Run(tmp_path, (material[0], questions), steps=3, accumulation=4)
+    run.sampler_flags += ["--max_prompt_length", 10, "--system_prompt", "b"]
+    trainer, _ = run.to_the_end(workers)
+    named = re.findall(r"dropped ticket \d+, prompt (\d+): prompt longer than --max_prompt_length", trainer.output())
+    last = read_metrics(run.path / "metrics.jsonl")[-1]
+    assert set(named) == {"3", "8"} and last["groups/dropped/prompt longer than --max_prompt_length"] == len(named)
+    assert len(read_history(run.path).dropped) == len(named)
 
 
 @pytest.mark.slow
@@ -357,6 +372,8 @@ def test_a_kept_journal_is_replayed_to_the_same_adapters(tmp_path, material, wor
     assert not all(torch.equal(original[name], other[name]) for name in original)
     assert "replaying 4 steps" in replays["same"][1].output()
 
+    itself = run.start_learner(workers, "--replay", run.path)
+    assert itself.wait(LIMIT) != 0 and "is --save_path too" in itself.output()
     (run.path / "journal" / "t00000005.group").unlink()
     incomplete = Run(tmp_path, material, "incomplete").start_learner(workers, "--replay", run.path)
     assert incomplete.wait(LIMIT) != 0
