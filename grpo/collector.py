@@ -4,6 +4,7 @@ The channel's thread calls hello, grant, receive, drop and leave; the main threa
 Everything they share is behind one lock.
 """
 
+import re
 import threading
 import time
 
@@ -12,6 +13,8 @@ from grpo.held_out import HeldOut, MalformedRecord
 from grpo.journal import Journal
 from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
 from grpo.tickets import Ticket, TicketBook
+
+MAX_REPORTED = 50  # kinds of malformed groups
 
 # What samplers of one run must agree on, with the flag to change; the first sampler's values become the run's.
 _SHARED = {
@@ -52,6 +55,7 @@ class Collector:
         self._trained: list[int] = []  # tickets that no checkpoint covers yet
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
+        self._reported: set[str] = set()  # kinds of malformed groups
         self.last_arrival = time.monotonic()
         if journal.history.data:
             self._restore(steps_done, version)
@@ -143,8 +147,7 @@ class Collector:
             group = unpack(blob)
             self._check_group(group, ticket_id)
         except MalformedGroup as error:
-            self.malformed += 1
-            print(f"dropped a malformed group from sampler {sampler_id} for ticket {ticket_id}: {error}")
+            self._note_malformed(f"a malformed group from sampler {sampler_id}: {error}")
             with self._changed:
                 self._book.give_back(sampler_id, ticket_id)
             return False
@@ -167,14 +170,20 @@ class Collector:
                     raise MalformedRecord("this run has no held-out questions")
                 self._held_out.receive(ticket_id, blob)
             except MalformedRecord as error:
-                self.malformed += 1
-                print(f"dropped a malformed evaluation record from sampler {sampler_id}: {error}")
+                self._note_malformed(f"a malformed evaluation record from sampler {sampler_id}: {error}")
                 if self._held_out:
                     self._held_out.give_back(ticket_id)
                 return False
             self.last_arrival = time.monotonic()
             self._changed.notify_all()
         return True
+
+    def _note_malformed(self, text: str) -> None:
+        self.malformed += 1
+        kind = re.sub(r"[0-9]+", "0", text)
+        if kind not in self._reported and len(self._reported) < MAX_REPORTED:
+            self._reported.add(kind)
+            print(f"dropped {text}; more of this kind are only counted", flush=True)
 
     def drop(self, sampler_id: str, ticket_id: int, reason: str) -> None:
         """A sampler gives a ticket up; it is recorded under the reason and replaced by the next prompt."""

@@ -160,6 +160,16 @@ def test_a_file_cut_off_anywhere_is_not_taken(tmp_path):
     assert sampler.load_newest(store, "run", at_least=1, limit=5) and sampler.version == 1
 
 
+def test_what_was_read_stays_readable_when_the_file_is_cut_off_in_place(tmp_path):
+    store = AdapterStore(tmp_path)
+    publish(store, 0)
+    expected = {name: tensor.clone() for name, tensor in store.read(0)[2].items()}
+    state = store.read(0)[2]
+    with open(store.folder(0) / WEIGHTS, "r+b") as file:
+        file.truncate(0)  # a mapped file would kill the process at the next access
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 def test_a_version_that_is_replaced_or_removed_while_it_is_read_is_whole_or_an_error(tmp_path):
     store, stop, outcomes = AdapterStore(tmp_path), threading.Event(), []
     publish(store, 0)

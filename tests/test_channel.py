@@ -308,16 +308,17 @@ def test_held_out_questions_come_in_turn_with_training_at_a_pinned_version(wire,
     assert not collector.pinned
 
 
-def test_malformed_records_are_refused_and_their_questions_asked_again(wire, tmp_path):
+def test_malformed_records_are_refused_and_their_questions_asked_again(wire, tmp_path, capsys):
     collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
     collector.hello("s", FACTS | {"holding": []})
     collector.evaluate(3)
     collector.grant("s", 1)
     (ticket,) = collector.grant("s", 1)
     bad = [b"", b"{", b"[]", b"{}", record(ticket, index=7), record(ticket, strict=1), record(ticket, more=1)]
-    for blob in bad:
+    for blob in bad * 20:
         assert not collector.receive("s", ticket.ticket_id, blob)
-    assert collector.malformed == len(bad)
+    assert collector.malformed == 20 * len(bad)
+    assert capsys.readouterr().out.count("dropped a malformed evaluation record") == len(set(bad)) - 2  # kinds
     collector.arrived = 0
     (again,) = collector._held_out.grant("other", 5)
     assert again == ticket

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
 from grpo.engine import adapter_state, make_engine, precision, read_ds_config
+from grpo.learner import Learner
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
 from grpo.ranks import Ranks
@@ -168,3 +170,22 @@ def test_means_are_those_of_sums_over_counts():
 def test_the_terminal_curve_shows_first_and_last():
     text = draw_curve([0.0, 1.0, 2.0], "title", height=3)
     assert text.split("\n")[:4] == ["title", "   2.00 |  *", "        | * ", "   0.00 |*  "]
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_echo_of_the_first_does_not(monkeypatch):
+    ended = []
+    monkeypatch.setattr("grpo.learner.os._exit", ended.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    learner = Learner.__new__(Learner)
+    learner._stop_signal = None
+    try:
+        learner._listen_to_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes on what the terminal has sent already
+        assert ended == [] and learner._stop_signal is not None
+        monkeypatch.setattr("grpo.learner.SAME_SIGNAL_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [128 + signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
