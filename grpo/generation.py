@@ -8,6 +8,7 @@ drawn, up to the rounding of the logits.
 Shapes: G group, L completions still decoding ("live rows"), P longest prompt, V vocabulary.
 """
 
+import heapq
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def generate(
     live: list[int] = []  # completions: prompt * G + g
     logits = None
     while live or waiting:
-        new = engine.room(len(live), waiting)
+        new = engine.room(live, waiting)
         if new:
             started = engine.start(new)
             live += [prompt * group_size + g for prompt in new for g in range(group_size)]
@@ -106,20 +107,24 @@ class _SharedPrompts:
     def __init__(self, model, prompts: list[list[int]], group_size: int, max_new_tokens: int, at_a_time: int):
         self._model, self._prompts, self._group_size = model, prompts, group_size
         self._live_limit = at_a_time * group_size
-        slots = min(len(prompts), 2 * at_a_time)  # half-finished groups keep their slots while others fill their places
+        # half-finished groups keep their slots while others take the places of their finished completions
+        slots = min(len(prompts), at_a_time if group_size == 1 else 2 * at_a_time)
         self._device = next(model.parameters()).device
         longest = max(len(prompt) for prompt in prompts)
         self._cache = SharedPromptCache(model.config, slots, group_size, longest, max_new_tokens, self._device)
-        self._free = list(range(slots))
+        self._free = list(range(slots))  # a heap: the lowest first, for a step costs what the highest in use costs
         self._slot: dict[int, int] = {}  # prompt -> slot
         self._age: Counter[int] = Counter()  # prompt -> tokens that its live completions hold
 
-    def room(self, live: int, waiting: deque[int]) -> list[int]:
-        """The prompts to start now."""
+    def room(self, live: list[int], waiting: deque[int]) -> list[int]:
+        """The prompts to start now, when these completions are still decoding."""
+        for prompt in self._slot.keys() - {row // self._group_size for row in live}:
+            heapq.heappush(self._free, self._slot.pop(prompt))
+            del self._age[prompt]
         new = []
-        while waiting and self._free and live + (len(new) + 1) * self._group_size <= self._live_limit:
+        while waiting and self._free and len(live) + (len(new) + 1) * self._group_size <= self._live_limit:
             new.append(waiting.popleft())
-            self._slot[new[-1]] = self._free.pop()
+            self._slot[new[-1]] = heapq.heappop(self._free)
         return new
 
     def start(self, new: list[int]) -> torch.Tensor:
@@ -131,12 +136,14 @@ class _SharedPrompts:
     def step(self, live: list[int], keep: list[int], tokens: torch.Tensor) -> torch.Tensor:
         """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
         prompts = [row // self._group_size for row in live]
-        for prompt in self._slot.keys() - set(prompts):
-            self._free.append(self._slot.pop(prompt))
-            del self._age[prompt]
         self._age.update(dict.fromkeys(prompts, 1))
         places = [self._slot[prompt] * self._group_size + row % self._group_size for prompt, row in zip(prompts, live)]
-        self._cache.start_step(torch.tensor(places, device=self._device), longest=max(self._age.values()))
+        self._cache.start_step(
+            torch.tensor(places, device=self._device),
+            slots=max(self._slot.values()) + 1,
+            longest_prompt=max(len(self._prompts[prompt]) for prompt in self._slot),
+            longest=max(self._age.values()),
+        )
         positions = torch.tensor(
             [len(self._prompts[prompt]) + self._age[prompt] - 1 for prompt in prompts], device=self._device
         )
@@ -158,7 +165,7 @@ class _PaddedPrompts:
         self._model, self._prompts, self._group_size, self._at_a_time = model, prompts, group_size, at_a_time
         self._device = next(model.parameters()).device
 
-    def room(self, live: int, waiting: deque[int]) -> list[int]:
+    def room(self, live: list[int], waiting: deque[int]) -> list[int]:
         """The next batch once this one is done."""
         return [] if live else [waiting.popleft() for _ in range(min(self._at_a_time, len(waiting)))]
 

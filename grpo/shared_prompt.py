@@ -48,16 +48,19 @@ class SharedPromptCache(DynamicCache):
         self.prompt_lengths[slots] = lengths
         self.lengths.view(self._shape[:2])[slots] = 0
 
-    def start_step(self, rows: torch.Tensor, longest: int) -> None:
-        """The next forward pass brings one token for each of these completions; then the longest has `longest`."""
-        self.rows = rows
-        self.places = self.lengths[rows]  # where their keys go
+    def start_step(self, rows: torch.Tensor, slots: int, longest_prompt: int, longest: int) -> None:
+        """The next forward pass brings one token for each of these completions.
+
+        They are in the first `slots` slots; the longest of their prompts has `longest_prompt` tokens, and with this
+        step the longest of them has `longest`: nothing beyond takes part.
+        """
+        self.rows, self.places = rows, self.lengths[rows]  # which completions, and where their keys go
         self.lengths[rows] += 1
-        slots, group_size, prompt_width, _ = self._shape
-        self.longest = longest
-        span = torch.arange(longest, device=rows.device)
-        prompt_mask = torch.arange(prompt_width, device=rows.device) < self.prompt_lengths[:, None]  # (S, P)
-        completion_mask = span < self.lengths.clamp(min=1)[:, None]  # (S * G, T)
+        group_size = self._shape[1]
+        self.extent = slots, longest_prompt, longest
+        prompt_mask = torch.arange(longest_prompt, device=rows.device) < self.prompt_lengths[:slots, None]  # (S, P)
+        lengths = self.lengths[: slots * group_size].clamp(min=1)  # no row without anything to attend to
+        completion_mask = torch.arange(longest, device=rows.device) < lengths[:, None]  # (S * G, T)
         prompt_mask = prompt_mask[:, None].expand(-1, group_size, -1).reshape(slots * group_size, -1)
         self.mask = torch.cat([prompt_mask, completion_mask], 1).view(slots, 1, group_size, 1, -1)  # over P + T
 
@@ -73,9 +76,12 @@ class SharedPromptCache(DynamicCache):
         return self._shape[2]
 
     def blocks(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Prompt keys and values (S, K, P, D), completion keys and values (S * G, K, T, D)."""
+        """Prompt keys and values (S, K, P, D), completion keys and values (S * G, K, T, D), as far as the step goes."""
+        slots, longest_prompt, longest = self.extent
         prompt_keys, prompt_values, keys, values = self._blocks[layer]
-        return prompt_keys, prompt_values, keys[:, :, : self.longest], values[:, :, : self.longest]
+        prompts = (block[:slots, :, :longest_prompt] for block in (prompt_keys, prompt_values))
+        completions = (block[: slots * self._shape[1], :, :longest] for block in (keys, values))
+        return *prompts, *completions
 
     def _allocate(self, keys, values) -> tuple[torch.Tensor, ...]:
         slots, group_size, longest, max_new_tokens = self._shape
@@ -84,8 +90,8 @@ class SharedPromptCache(DynamicCache):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """S and G."""
-        return self._shape[:2]
+        """S of this step, and G."""
+        return self.extent[0], self._shape[1]
 
 
 def attend(module, query, key, value, attention_mask, scaling: float | None = None, **kwargs):
