@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from grpo.adapters import AdapterError, AdapterStore
+from grpo.advice import Advisor
 from grpo.batch import Batch, collate, deal, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
 from grpo.completions import CompletionLog
 from grpo.engine import adapter_state, make_engine, read_ds_config
-from grpo.held_out import HeldOut
+from grpo.held_out import HeldOut, read_evaluations
 from grpo.journal import Journal
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
@@ -319,6 +320,7 @@ class Learner:
         """Rank 0: where groups come from, and where records go."""
         args = self.args
         self.log = MetricsLog(self.store.path / "metrics.jsonl", self.steps_done)
+        self.advisor = Advisor(args.num_iterations)
         if args.log_completions:
             path = self.store.path / "completions.jsonl"
             self.completions = CompletionLog(path, self.tokenizer, args.log_completions, self.steps_done)
@@ -454,7 +456,11 @@ class Learner:
             "groups/malformed": self.source.malformed,
         }
         record |= {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
+        record["groups"] = len(groups)
         self.log.log(self.steps_done, self.args.max_steps, record)
+        evaluations = read_evaluations(self.store.path) if self.args.eval_steps else []
+        for sentence in self.advisor.look(record, evaluations):
+            print(f"note: {sentence}", flush=True)
 
 
 def check_same_run(run: dict, facts: dict, folder: Path) -> None:

@@ -1,0 +1,163 @@
+"""Sentences for what goes wrong without an error: each is said once, with the flag or the file to change.
+
+The limits are rules of thumb; a sentence says what was seen, so that a reader can disagree.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+WINDOW = 10  # steps that a rule looks at
+
+
+class Advisor:
+    """Looks at each step's record (the content of metrics.jsonl) and at the evaluations so far."""
+
+    def __init__(self, num_iterations: int = 1):
+        self._num_iterations = num_iterations
+        self._recent: deque[dict] = deque(maxlen=WINDOW)
+        self._first_entropy = self._first_reward = None
+        self._said: set[str] = set()
+
+    def look(self, record: dict, evaluations: list[dict] = ()) -> list[str]:
+        """The sentences that this step gives rise to and that have not been said yet."""
+        self._recent.append(record)
+        if len(self._recent) == WINDOW and self._first_entropy is None:
+            self._first_entropy, self._first_reward = self._mean("entropy"), self._mean("reward")
+        rules: list[Callable] = [
+            self._truncated,
+            self._no_variance,
+            self._no_format,
+            self._drift,
+            self._collapse,
+            self._mismatch,
+            self._stale,
+            self._small_rate,
+            self._balance,
+        ]
+        found = [(rule.__name__, rule()) for rule in rules] + [("_overfit", self._overfit(evaluations))]
+        new = [(name, text) for name, text in found if text and name not in self._said]
+        self._said |= {name for name, _ in new}
+        return [text for _, text in new]
+
+    def _mean(self, name: str) -> float | None:
+        values = [record[name] for record in self._recent if record.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    def _throughout(self, name: str, test: Callable[[float], bool]) -> bool:
+        values = [record.get(name) for record in self._recent]
+        return len(values) == WINDOW and all(value is not None and test(value) for value in values)
+
+    def _truncated(self) -> str | None:
+        share = self._recent[-1].get("completions/clipped_ratio", 0.0)
+        if share >= 0.9:
+            return f"{share:.0%} of the completions are cut off before their end: raise --max_new_tokens of the sampler"
+        return None
+
+    def _no_variance(self) -> str | None:
+        if self._throughout("frac_reward_zero_std", lambda share: share >= 0.95):
+            return (
+                f"in the last {WINDOW} steps hardly any group had a better and a worse completion, so there is nothing "
+                "to learn from: raise --group_size, choose prompts of middling difficulty, or warm the model up first"
+            )
+        return None
+
+    def _no_format(self) -> str | None:
+        if self._throughout("rewards/format/mean", lambda mean: mean == 0):
+            return (
+                f"no completion of the last {WINDOW} steps had the format: look at some with --log_completions 1, "
+                "change "
+                "--system_prompt, or warm the model up (python -m demo.warm_start)"
+            )
+        return None
+
+    def _drift(self) -> str | None:
+        kl = self._recent[-1].get("kl")
+        if kl is not None and kl > 1:
+            return (
+                f"the policy is {kl:.1f} nats a token away from the reference: a lower learning rate "
+                "(ds_config.json) or "
+                "a higher --beta keeps it nearer"
+            )
+        return None
+
+    def _collapse(self) -> str | None:
+        entropy = self._mean("entropy")
+        if self._first_entropy and entropy is not None and entropy < 0.1 * self._first_entropy:
+            return (
+                f"the entropy fell from {self._first_entropy:.2f} to {entropy:.2f} nats a token: completions of a "
+                "prompt "
+                "are nearly the same now; try --clip_eps_high 0.28, a higher --beta or a lower learning rate"
+            )
+        return None
+
+    def _mismatch(self) -> str | None:
+        last = self._recent[-1]
+        on_policy = last.get("staleness/max") == 0 and self._num_iterations == 1
+        if on_policy and (last.get("approx_kl") or 0.0) > 0.01:
+            return (
+                f"old and new log-probs differ on-policy (approx_kl {last['approx_kl']:.3g} at staleness 0): "
+                "sampler and "
+                "learner do not compute the same; is --old_logprobs sampled in use in half precision?"
+            )
+        gap = last.get("sampling/sampling_logp_difference/mean", 0.0)
+        if gap > 0.1:
+            return (
+                f"the decoder's log-probs differ from the scored ones by {gap:.2f} nats a token: --tis_cap 2 of the "
+                "learner corrects for it"
+            )
+        return None
+
+    def _stale(self) -> str | None:
+        name = "groups/dropped/stale"
+        dropped = self._recent[-1].get(name, 0) - self._recent[0].get(name, 0)
+        trained = sum(record.get("groups", 0) for record in list(self._recent)[1:])
+        if len(self._recent) == WINDOW and dropped > 0.2 * (dropped + trained):
+            return (
+                f"{dropped} of {dropped + trained:.0f} groups came too late to be trained on, and late ones are "
+                "the long "
+                "ones: raise --max_staleness, or lower the sampler's --batch_size"
+            )
+        return None
+
+    def _small_rate(self) -> str | None:
+        rate = self._recent[-1].get("learning_rate")
+        if len(self._recent) == WINDOW and rate is not None and 0 < rate < 2e-5:
+            return (
+                f"at a learning rate of {rate:g} a LoRA adapter hardly moves: 1e-4 to 1e-3 is usual "
+                "(ds_config.json; the "
+                "README has a table)"
+            )
+        return None
+
+    def _overfit(self, evaluations: list[dict]) -> str | None:
+        measured = [one for one in evaluations if one.get("questions")]
+        reward = self._mean("reward")
+        if len(measured) < 3 or self._first_reward is None or reward is None or reward <= self._first_reward:
+            return None
+        best = max(measured, key=lambda one: one["accuracy"])
+        last = measured[-1]
+        if best["accuracy"] - last["accuracy"] > 2 * (best["accuracy_stderr"] + last["accuracy_stderr"]):
+            return (
+                f"the reward rises, but held-out accuracy fell from {best['accuracy']:.3f} (version "
+                f"{best['version']}) to "
+                f"{last['accuracy']:.3f}: the reward is being gamed; read some completions, and go back to that version"
+            )
+        return None
+
+    def _balance(self) -> str | None:
+        learner, sampler = self._mean("learner/idle_share"), self._mean("sampler/idle_share")
+        if len(self._recent) < WINDOW or learner is None or sampler is None:
+            return None
+        if learner > 0.5 and learner > sampler:
+            return (
+                f"the learner waits {learner:.0%} of the time for groups: start another sampler, or raise the "
+                "sampler's "
+                "--batch_size (auto: as many as fit)"
+            )
+        if sampler > 0.5:
+            return (
+                f"the samplers wait {sampler:.0%} of the time for tickets: fewer samplers, more GPUs for the "
+                "learner, or "
+                "a higher --max_staleness"
+            )
+        return None
