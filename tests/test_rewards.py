@@ -354,6 +354,135 @@ RESPONSES = [
     ("\x00\ud800\udfff" + RIGHT, False, True, "NUL and lone surrogates in front"),
 ]
 
+# Greedy answers of SmolLM2-135M-Instruct, warm-started, to GSM8K test questions: the response, what its block names,
+# and the question's gold.
+SMOLLM2 = [
+    (
+        "<think>Billy sold 8 * 3 = 24 DVDs.\nHe sold 24 DVDs on Tuesday.</think><answer>24</answer>",
+        "24",
+        "7",
+    ),
+    (
+        "<think>Gretchen has 110 coins - 30 = 60 gold coins.\nGretchen has 60 gold coins.</think><answ"
+        "er>60</answer>",
+        "60",
+        "70",
+    ),
+    (
+        "<think>Raphael spent $1.5 * 4 = $6.\nRaphael spent $6 * $4 = $24.\nSo Raphael spent $24.</thin"
+        "k><answer>24</answer>",
+        "24",
+        "34",
+    ),
+    (
+        "<think>Tom gets 4 car washes x $15 = $50 in a year.\nIn a year, Tom pays $50 x 12 = $600.</th"
+        "ink><answer>600</answer>",
+        "600",
+        "720",
+    ),
+    (
+        "<think>Cynthia buys 15 * 15 = 225 ice cream servings in 60 days.\nShe will spend 225 * 60 = 1"
+        "2500 dollars on ice cream.</think><answer>12500</answer>",
+        "12500",
+        "16",
+    ),
+    (
+        "<think>Carl buys 10 * 6 = 60 cookies.\nEach cookie cost $0.10.\nCarl pays with a $10 bill.\nCar"
+        "l receives $10 * 60 = $600 change.</think><answer>600</answer>",
+        "600",
+        "4",
+    ),
+    (
+        "<think>Jan has 3*4 = 12 pets\nCindy has 2*4 = 8 pets\nJan has 12 + 8 = 20 pets\nThe total numbe"
+        "r of pets is 20 + 20 = 40 pets\nThe three have 40/3 = 12 pets</think><answer>12</answer>",
+        "12",
+        "28",
+    ),
+    (
+        "<think>The Doubtfire family now has 7 + 12 = 20 kittens.\nThe Doubtfire sisters are now 20 - "
+        "2 = 18 kittens.\nThe Doubtfire family now has 18 - 2 = 16 kittens.</think><answer>16</answer>",
+        "16",
+        "40",
+    ),
+    (
+        "<think>The number of semi-automatic cars is 4/12 = 0.35.\nThe number of automatic cars is 12/"
+        "12 = 1.\nThe percentage of semi-automatic cars is 0.35 * 100 = 35%.</think><answer>35</answer"
+        ">",
+        "35",
+        "20",
+    ),
+    (
+        "<think>She needs 16 * 2 = 32 gift bags to accommodate 16 friends.\nShe will need 32 * 16 = 54"
+        "0 gift bags.\nShe will spend $540 / 32 = $16.\nShe will spend $16 * 1.75 = $22.50.</think><ans"
+        "wer>22.50</answer>",
+        "22.50",
+        "24",
+    ),
+    (
+        "<think>The total amount of money he will spend is 4 x 15 = 50 dollars.\nThe total amount of m"
+        "oney he will spend is 50 - 50 = 0 dollars.\nThe total amount of money he will spend is 0 + 0 "
+        "= 0 dollars.</think><answer>0</answer>",
+        "0",
+        "880",
+    ),
+    (
+        "<think>There are 23786 * 9092 = 21944000 children in Soda.\nThere are 8417 * 9092 = 7544000 c"
+        "hildren in the city of Soda.\nThere are 21944000 + 7544000 = 10298000 children in the city of"
+        " Soda.</think><answer>10298000</answer>",
+        "10298000",
+        "6277",
+    ),
+    (
+        "<think>Brian has 20 - 5 = 15 video games.\nBoy's friend Bobby has 15 - 5 = 10 video games.\nBr"
+        'ian has 10 + 5 = 15 video games.\nBobby has 15 - 10 = 5 video games.\nBobby has 5 - 5 = 0 vide'
+        'o games.\nThe answer is 5.</think><answer>5</answer>',
+        '5',
+        '40',
+    ),
+    (
+        "<think>Juan and Carlos made 20 glasses of lemonade for each gallon.\nThey made 20 gallons of "
+        "lemonade for each gallon.\nThey sold each glass for $0.50.\nThey spent $25 on lemons.\nSo, they"
+        " spent $25 * 0.50 = $12.50 on lemons.</think><answer>12.50</answer>",
+        "12.50",
+        "15",
+    ),
+]
+# The same model as it comes, and warm-started but cut off: response, gold, strict, lenient.
+SMOLLM2_WITHOUT_FORMAT = [
+    (
+        'John has 13 lego sets and has 13 - 12 = 2 lego sets left.\n\nThe answer is: 2',
+        '2',
+        False,
+        True,
+    ),
+    (
+        "Cody eats 3 times as many cookies as Amir eats, so Cody eats 3 * Amir's eat. Amir eats 5 coo"
+        'kies, so Cody eats 3 * 5 = 15 cookies.\nBoth Cody and Amir eat the same number of cookies tog'
+        'ether, so they eat 15 + 3 = 20 cookies.\n#### 20\nThe answer is: 20',
+        '20',
+        False,
+        True,
+    ),
+    (
+        '<think>There are 500 - 500 - 3 * 1/4 = 500 - 1/4 = 450 pieces of legos.\nThere are 500 - 500 '
+        '- 3 * 1/4 = 500 - 1/4 = 450 pieces of legos.\nThere are 500 - 500 - 3 * 1/4 = 500 - 1/4 = 450'
+        ' pieces of legos.\nThere are 500 - 500 - 3 * 1/4 = 500 - 1/4 = 450 pieces of legos.\nThere are'
+        ' 500 - 500 - 3 * 1/4 = 5',
+        '2,125',
+        False,
+        False,
+    ),
+    (
+        '<think>Janet pays $500 x 10% = $500 x 0.10 = $50\nShe pays $500 x 10 = $500\nShe pays 10% of t'
+        'hat to get it insured = $500 x 0.10 = $50\nShe pays $500 x 10 = $500\nShe pays 10% of that to '
+        'get it insured = $500 x 10 = $500\nShe pays $500 x 10 = $500\nShe pays $500 x 10 = $500\nShe pa'
+        'ys $500 x 10 = $500\nShe ',
+        '1430',
+        False,
+        False,
+    ),
+]
+
 
 def wrap(body):
     return f"<think>x</think><answer>{body}</answer>"
@@ -392,6 +521,18 @@ def test_answer_bodies(body, gold, right, why):
 @pytest.mark.parametrize("response, format_ok, answer_ok, why", RESPONSES)
 def test_responses(response, format_ok, answer_ok, why):
     assert verdicts(response, "18") == (format_ok, answer_ok), why
+
+
+@pytest.mark.parametrize("response, named, gold", SMOLLM2)
+def test_real_answers_in_the_format(response, named, gold):
+    assert check_format(response) and check_answer(response, named) and check_answer_lenient(response, named)
+    assert check_answer(response, gold) is False
+
+
+@pytest.mark.parametrize("response, gold, strict, lenient", SMOLLM2_WITHOUT_FORMAT)
+def test_real_answers_without_the_format(response, gold, strict, lenient):
+    assert not check_format(response) and reward_function(response, gold)["format"] == 0
+    assert (check_answer(response, gold), check_answer_lenient(response, gold)) == (strict, lenient)
 
 
 def test_rewards_add_up():
