@@ -194,7 +194,9 @@ class Learner:
         if self.source:
             if self.channel:
                 self._finish_evaluations()
-            reason = self._failure or self._stop_signal or f"step {self.steps_done} was the last to do"
+            reached = 0 < self.args.max_steps <= self.steps_done
+            ended = f"--max_steps {self.args.max_steps} reached" if reached else "all steps are replayed"
+            reason = self._failure or self._stop_signal or ended
             if self.channel:
                 self.channel.stop_samplers(str(reason))
                 self.channel.close()

@@ -1,5 +1,7 @@
 """Starting the two workers as users do, and reading what they say."""
 
+import base64
+import json
 import os
 import signal
 import subprocess
@@ -72,9 +74,13 @@ def by_run_sh(log: Path, *arguments: str) -> Worker:
     return Worker([ROOT / "run.sh", *arguments], log, VENV=sys.prefix)
 
 
-def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:
-    """training_worker.py: alone under python with one rank, under the deepspeed launcher with more."""
-    return _launch(log, [ROOT / "training_worker.py", *flags], ranks, environment)
+def learner(log: Path, *flags, ranks: int = 1, outer: bool = False, **environment: str) -> Worker:
+    """training_worker.py: alone under python with one rank, under DeepSpeed's launcher with more.
+
+    DeepSpeed has two: the command `deepspeed` (`outer`) starts the one that starts the ranks. The inner one alone is
+    quicker.
+    """
+    return _launch(log, [ROOT / "training_worker.py", *flags], ranks, environment, outer)
 
 
 def engine_jobs(log: Path, jobs: Path, ranks: int) -> Worker:
@@ -82,11 +88,17 @@ def engine_jobs(log: Path, jobs: Path, ranks: int) -> Worker:
     return _launch(log, [ROOT / "tests" / "engine_jobs.py", jobs], ranks, {})
 
 
-def _launch(log: Path, script: list, ranks: int, environment: dict[str, str]) -> Worker:
+def _launch(log: Path, script: list, ranks: int, environment: dict[str, str], outer: bool = False) -> Worker:
     if ranks == 1:
         return Worker([sys.executable, "-u", *script], log, **environment)
-    launcher = Path(sys.executable).with_name("deepspeed")
-    return Worker([launcher, "--num_gpus", ranks, "--master_port", free_port(), *script], log, **environment)
+    port = free_port()
+    if outer:
+        launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", port]
+    else:
+        world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+        launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    return Worker([*launcher, *script], log, **environment)
 
 
 def sampler(log: Path, *flags, script: str = "tests/sampler_with_reward.py", **environment: str) -> Worker:
