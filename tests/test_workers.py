@@ -22,6 +22,7 @@ from grpo.held_out import read_evaluations
 from grpo.journal import read_history
 from grpo.keys import make_keys
 from grpo.metrics import read_metrics
+from grpo.replay import Replay
 
 
 @pytest.fixture(scope="module")
@@ -333,14 +334,15 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     run.to_the_end(workers)
     first = read_metrics(run.path / "metrics.jsonl")
     run.learner_flags += ["--max_steps", 6]
-    never = run.start_learner(workers, "--resume", "never")
-    assert never.wait(LIMIT) != 0 and "leave --resume never out" in never.output()
-    other = run.start_learner(workers, "--lora_rank", 8)
-    assert other.wait(LIMIT) != 0 and "has lora [4, 8.0, 'all-linear'], this start has [8, 8.0" in other.output()
     run.ranks, two_ranks = 1, run.config.read_text()
-    ds_config(run.config, accumulation=4)
-    single = run.start_learner(workers)
-    assert single.wait(LIMIT) != 0 and "was written by 2 ranks under ZeRO stage 2" in single.output()
+    ds_config(run.config, accumulation=4)  # a step of as many sequences by one rank
+    for flags, words in (
+        (["--resume", "never"], "leave --resume never out"),
+        (["--lora_rank", 8], "has lora [4, 8.0, 'all-linear'], this start has [8, 8.0"),
+        ([], "was written by 2 ranks under ZeRO stage 2"),
+    ):
+        refused = run.start_learner(workers, *flags)
+        assert refused.wait(LIMIT) != 0 and words in refused.output()
     run.ranks = 2
     run.config.write_text(two_ranks)
     trainer, _ = run.to_the_end(workers)
@@ -372,12 +374,16 @@ def test_a_kept_journal_is_replayed_to_the_same_adapters(tmp_path, material, wor
     assert not all(torch.equal(original[name], other[name]) for name in original)
     assert "replaying 4 steps" in replays["same"][1].output()
 
-    itself = run.start_learner(workers, "--replay", run.path)
-    assert itself.wait(LIMIT) != 0 and "is --save_path too" in itself.output()
+
+    facts = AdapterStore(run.path).read_run() | {"save_path": "elsewhere"}
+    with pytest.raises(ValueError, match="is --save_path too"):
+        Replay(run.path, facts | {"save_path": str(run.path)}, needs_reference=True, steps_done=0)
+    with pytest.raises(ValueError, match="its group_size is 4, this start has 8; change --group_size"):
+        Replay(run.path, facts | {"group_size": 8}, needs_reference=True, steps_done=0)
     (run.path / "journal" / "t00000005.group").unlink()
-    incomplete = Run(tmp_path, material, "incomplete").start_learner(workers, "--replay", run.path)
-    assert incomplete.wait(LIMIT) != 0
-    assert "lacks groups of step 3; only a run with --keep_journal" in incomplete.output()
+    with pytest.raises(ValueError, match="lacks groups of step 3; only a run with --keep_journal"):
+        Replay(run.path, facts, needs_reference=True, steps_done=0)
+    assert Replay(run.path, facts, needs_reference=True, steps_done=3).last_step == 4
 
 
 @pytest.fixture
