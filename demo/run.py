@@ -19,13 +19,14 @@ import demo.problems
 import demo.tiny_model
 import demo.warm_start
 import sampling_worker
+from data import load_examples
 from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
 from grpo.metrics import draw_curve, plot_curves, read_metrics
 from grpo.models import eos_token_ids, load_model, load_tokenizer, quiet_libraries
 from grpo.policy import Policy
-from sampling_worker import judge, load_questions
+from sampling_worker import held_out_questions, judge
 
 GROUP_SIZE, PROMPTS, NEW_TOKENS, RANKS = 8, 16, 40, 2
 LIMIT_SECONDS = 900  # for the two workers; they take about a minute and a half on two cores
@@ -100,9 +101,10 @@ def worker_flags(model: Path, problems: Path, run: Path, args: argparse.Namespac
 
 def held_out_accuracy(model_path: Path, problems: Path, adapter: Path | None) -> float:
     """Share of right answers among 4 samples for each of the held-out problems."""
-    flags = ["--dataset", str(problems / "test.jsonl"), "--system_prompt", SYSTEM_PROMPT, "--device", "cpu"]
+    args = sampling_worker.parse_args(["--system_prompt", SYSTEM_PROMPT, "--device", "cpu"])
+    examples = load_examples(problems / "test.jsonl")
     tokenizer, model = load_tokenizer(str(model_path)), load_model(str(model_path))
-    questions, _ = load_questions(tokenizer, sampling_worker.parse_args(flags))
+    questions = held_out_questions(tokenizer, examples, range(len(examples)), args)
     policy = Policy(model, eos_token_ids(model, tokenizer), "cpu", dtype="float32", temperature=1.0)
     if adapter:
         policy.load_folder(adapter)

@@ -1,11 +1,15 @@
 """Starting the two workers as users do, and reading what they say."""
 
 import base64
+import functools
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,14 +27,62 @@ ENVIRONMENT = os.environ | {
 LIMIT = 240  # seconds for a whole run; DeepSpeed alone takes about ten to start
 
 
+class Forked:
+    """A process that tests/zygote.py forked, with as much of Popen's interface as a Worker needs."""
+
+    def __init__(self, argv: list[str], log: Path, environment: dict[str, str]):
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_zygote())
+        request = {"argv": argv, "env": environment, "log": str(log)}
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._answers = self._connection.makefile()
+        self.pid, self.returncode = int(self._answers.readline()), None
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self.returncode = int(self._answers.readline())
+        return self.returncode
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """The exit code."""
+        if self.returncode is None and not select.select([self._connection], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("forked", timeout)
+        return self.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
+
+@functools.lru_cache
+def _zygote() -> str:
+    """Start tests/zygote.py at the first use; the address of its socket."""
+    address = str(Path(tempfile.mkdtemp()) / "zygote")
+    process = subprocess.Popen([sys.executable, "-u", ROOT / "tests" / "zygote.py", address], env=ENVIRONMENT, cwd=ROOT)
+    while not Path(address).exists():
+        assert process.poll() is None, "tests/zygote.py has ended"
+        time.sleep(0.05)
+    time.sleep(0.2)  # from bind to listen
+    return address
+
+
 class Worker:
-    """A worker process whose output goes to a file."""
+    """A worker process whose output goes to a file.
+
+    Scripts that are started as `python -u script flags` are forked from a process that has their imports already.
+    """
 
     def __init__(self, command: list, log: Path, **environment: str):
         self.log = log
+        parts = [str(part) for part in command]
+        if parts[:2] == [sys.executable, "-u"] and parts[2].endswith(".py"):
+            log.touch()
+            self.process = Forked([str(ROOT / parts[2]), *parts[3:]], log, environment)
+            return
         with open(log, "w") as file:
             self.process = subprocess.Popen(
-                [str(part) for part in command],
+                parts,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=ENVIRONMENT | environment,
@@ -74,13 +126,9 @@ def by_run_sh(log: Path, *arguments: str) -> Worker:
     return Worker([ROOT / "run.sh", *arguments], log, VENV=sys.prefix)
 
 
-def learner(log: Path, *flags, ranks: int = 1, outer: bool = False, **environment: str) -> Worker:
-    """training_worker.py: alone under python with one rank, under DeepSpeed's launcher with more.
-
-    DeepSpeed has two: the command `deepspeed` (`outer`) starts the one that starts the ranks. The inner one alone is
-    quicker.
-    """
-    return _launch(log, [ROOT / "training_worker.py", *flags], ranks, environment, outer)
+def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:
+    """training_worker.py: alone under python with one rank, under DeepSpeed's launcher with more."""
+    return _launch(log, [ROOT / "training_worker.py", *flags], ranks, environment)
 
 
 def engine_jobs(log: Path, jobs: Path, ranks: int) -> Worker:
@@ -88,17 +136,13 @@ def engine_jobs(log: Path, jobs: Path, ranks: int) -> Worker:
     return _launch(log, [ROOT / "tests" / "engine_jobs.py", jobs], ranks, {})
 
 
-def _launch(log: Path, script: list, ranks: int, environment: dict[str, str], outer: bool = False) -> Worker:
+def _launch(log: Path, script: list, ranks: int, environment: dict[str, str]) -> Worker:
     if ranks == 1:
         return Worker([sys.executable, "-u", *script], log, **environment)
-    port = free_port()
-    if outer:
-        launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", port]
-    else:
-        world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-        launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
-        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
-    return Worker([*launcher, *script], log, **environment)
+    # what the command `deepspeed` starts in its turn: run.sh and the demo test the command, this saves its imports
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return Worker([*launcher, "--master_addr=127.0.0.1", f"--master_port={free_port()}", *script], log, **environment)
 
 
 def sampler(log: Path, *flags, script: str = "tests/sampler_with_reward.py", **environment: str) -> Worker:

@@ -67,7 +67,7 @@ class Chaos:
     def start_trainer(self):
         self.starts += 1
         log = self.run.folder / f"trainer{self.starts}.log"
-        return self.workers(learner, log, *map(str, self.run.learner_flags), ranks=2, outer=True)
+        return self.workers(learner, log, *map(str, self.run.learner_flags), ranks=2)
 
     def start_actor(self):
         self.starts += 1

@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
+from tiny import save_tiny
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
-from demo import problems, smollm2, tiny_model, warm_start
+from demo import problems, run, smollm2, tiny_model, warm_start
 
 NUMBER = re.compile(r"\d+")
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
@@ -198,3 +199,11 @@ def test_smollm2_says_what_is_missing(monkeypatch, tmp_path):
 def test_smollm2_default_folder_honours_the_cache_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert smollm2.default_output_path() == tmp_path / "grpo" / "SmolLM2-135M-Instruct"
+
+
+def test_the_demo_measures_held_out_accuracy_by_the_samplers_own_judge(tmp_path, monkeypatch):
+    rows = [{"question": f"{n} a", "answer": f"#### {n}"} for n in range(5)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run.held_out_accuracy(save_tiny(tmp_path / "model"), tmp_path, None) == 0
+    monkeypatch.setattr(run, "judge", lambda *_: {"strict": True, "lenient": True, "format": True})
+    assert run.held_out_accuracy(tmp_path / "model", tmp_path, None) == 1
