@@ -5,6 +5,8 @@ arrives. Words and blobs travel over a gloo group of their own, whatever backend
 """
 
 import os
+import select
+import signal
 import socket
 import sys
 import threading
@@ -19,6 +21,9 @@ from deepspeed.accelerator import get_accelerator
 
 WAIT, STEP, STOP = 0, 1, 2
 FOLLOW_SECONDS = 0.5  # how often a rank looks for its launcher
+
+
+_kept_open: list[socket.socket] = []
 
 
 class RankLost(RuntimeError):
@@ -70,22 +75,32 @@ class Ranks:
 
 
 def _follow_launchers() -> None:
-    """End when DeepSpeed's launcher is gone: a rank that outlives it would hold port and folder for nobody."""
+    """End when DeepSpeed's launcher is killed: a rank that outlives it would hold port and folder for nobody.
+
+    A signal to the whole group takes the launcher too, yet then this rank has heard it and saves its work first. The
+    wakeup descriptor tells so at once, even while the main thread is deep in a forward pass.
+    """
     launchers = []
     for process in psutil.Process().parents():
         command = process.cmdline()
         ours = any(part.endswith("/deepspeed") or part.startswith("deepspeed.launcher") for part in command[1:])
         if ours and process.name().startswith("python"):
             launchers.append(process)
+    if not launchers:
+        return
+    heard, bell = socket.socketpair()
+    bell.setblocking(False)
+    signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
         while all(_lives(process) for process in launchers):
             time.sleep(FOLLOW_SECONDS)
-        print("DeepSpeed's launcher is gone, so this rank ends", file=sys.stderr, flush=True)
-        os._exit(1)
+        if not select.select([heard], [], [], 2 * FOLLOW_SECONDS)[0]:
+            print("DeepSpeed's launcher is gone, so this rank ends", file=sys.stderr, flush=True)
+            os._exit(1)
 
-    if launchers:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
+    _kept_open.append(bell)
 
 
 def _lives(process: psutil.Process) -> bool:
