@@ -461,6 +461,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
+    if args.evaluate and args.engine != "transformers":
+        parser.error(f"--evaluate decodes by our own loop: leave --engine {args.engine} out")
     check_device(parser, args.device)
     return args
 

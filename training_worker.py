@@ -28,6 +28,7 @@ import torch
 from grpo.adapters import AdapterError
 from grpo.batch import Batch
 from grpo.channel import ChannelError
+from grpo.held_out import MAX_QUESTIONS
 from grpo.keys import is_loopback
 from grpo.learner import Learner, StepData
 from grpo.logprobs import completion_logprobs
@@ -179,6 +180,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--publish_steps {args.publish_steps} leaves groups older than --max_staleness {args.max_staleness}; "
             f"it can be {args.max_staleness + 1} at most"
         )
+    if args.eval_limit > MAX_QUESTIONS:
+        parser.error(f"--eval_limit is {args.eval_limit}, it can be {MAX_QUESTIONS} at most")
+    if args.replay and args.eval_steps:
+        parser.error("--replay has no samplers to answer held-out questions: leave --eval_steps out")
     if args.eval_steps % args.publish_steps:
         parser.error(f"--eval_steps {args.eval_steps} is no multiple of --publish_steps {args.publish_steps}")
     if not Path(args.ds_config).is_file():

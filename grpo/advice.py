@@ -16,11 +16,13 @@ class Advisor:
         self._num_iterations = num_iterations
         self._recent: deque[dict] = deque(maxlen=WINDOW)
         self._first_entropy = self._first_reward = None
+        self._evaluations: list[dict] = []
         self._said: set[str] = set()
 
     def look(self, record: dict, evaluations: list[dict] = ()) -> list[str]:
         """The sentences that this step gives rise to and that have not been said yet."""
         self._recent.append(record)
+        self._evaluations = [one for one in evaluations if one.get("questions")]
         if len(self._recent) == WINDOW and self._first_entropy is None:
             self._first_entropy, self._first_reward = self._mean("entropy"), self._mean("reward")
         rules: list[Callable] = [
@@ -32,9 +34,10 @@ class Advisor:
             self._mismatch,
             self._stale,
             self._small_rate,
+            self._overfit,
             self._balance,
         ]
-        found = [(rule.__name__, rule()) for rule in rules] + [("_overfit", self._overfit(evaluations))]
+        found = [(rule.__name__, rule()) for rule in rules]
         new = [(name, text) for name, text in found if text and name not in self._said]
         self._said |= {name for name, _ in new}
         return [text for _, text in new]
@@ -65,8 +68,7 @@ class Advisor:
         if self._throughout("rewards/format/mean", lambda mean: mean == 0):
             return (
                 f"no completion of the last {WINDOW} steps had the format: look at some with --log_completions 1, "
-                "change "
-                "--system_prompt, or warm the model up (python -m demo.warm_start)"
+                "change --system_prompt, or warm the model up (python -m demo.warm_start)"
             )
         return None
 
@@ -75,8 +77,7 @@ class Advisor:
         if kl is not None and kl > 1:
             return (
                 f"the policy is {kl:.1f} nats a token away from the reference: a lower learning rate "
-                "(ds_config.json) or "
-                "a higher --beta keeps it nearer"
+                "(ds_config.json) or a higher --beta keeps it nearer"
             )
         return None
 
@@ -85,8 +86,7 @@ class Advisor:
         if self._first_entropy and entropy is not None and entropy < 0.1 * self._first_entropy:
             return (
                 f"the entropy fell from {self._first_entropy:.2f} to {entropy:.2f} nats a token: completions of a "
-                "prompt "
-                "are nearly the same now; try --clip_eps_high 0.28, a higher --beta or a lower learning rate"
+                "prompt are nearly the same now; try --clip_eps_high 0.28, a higher --beta or a lower learning rate"
             )
         return None
 
@@ -95,9 +95,8 @@ class Advisor:
         on_policy = last.get("staleness/max") == 0 and self._num_iterations == 1
         if on_policy and (last.get("approx_kl") or 0.0) > 0.01:
             return (
-                f"old and new log-probs differ on-policy (approx_kl {last['approx_kl']:.3g} at staleness 0): "
-                "sampler and "
-                "learner do not compute the same; is --old_logprobs sampled in use in half precision?"
+                f"old and new log-probs differ on-policy (approx_kl {last['approx_kl']:.3g} at staleness 0): sampler "
+                "and learner do not compute the same; is --old_logprobs sampled in use in half precision?"
             )
         gap = last.get("sampling/sampling_logp_difference/mean", 0.0)
         if gap > 0.1:
@@ -113,9 +112,8 @@ class Advisor:
         trained = sum(record.get("groups", 0) for record in list(self._recent)[1:])
         if len(self._recent) == WINDOW and dropped > 0.2 * (dropped + trained):
             return (
-                f"{dropped} of {dropped + trained:.0f} groups came too late to be trained on, and late ones are "
-                "the long "
-                "ones: raise --max_staleness, or lower the sampler's --batch_size"
+                f"{dropped} of {dropped + trained:.0f} groups came too late to be trained on, and late ones are the "
+                "long ones: raise --max_staleness, or lower the sampler's --batch_size"
             )
         return None
 
@@ -124,14 +122,12 @@ class Advisor:
         if len(self._recent) == WINDOW and rate is not None and 0 < rate < 2e-5:
             return (
                 f"at a learning rate of {rate:g} a LoRA adapter hardly moves: 1e-4 to 1e-3 is usual "
-                "(ds_config.json; the "
-                "README has a table)"
+                "(ds_config.json; the README has a table)"
             )
         return None
 
-    def _overfit(self, evaluations: list[dict]) -> str | None:
-        measured = [one for one in evaluations if one.get("questions")]
-        reward = self._mean("reward")
+    def _overfit(self) -> str | None:
+        measured, reward = self._evaluations, self._mean("reward")
         if len(measured) < 3 or self._first_reward is None or reward is None or reward <= self._first_reward:
             return None
         best = max(measured, key=lambda one: one["accuracy"])
@@ -139,8 +135,8 @@ class Advisor:
         if best["accuracy"] - last["accuracy"] > 2 * (best["accuracy_stderr"] + last["accuracy_stderr"]):
             return (
                 f"the reward rises, but held-out accuracy fell from {best['accuracy']:.3f} (version "
-                f"{best['version']}) to "
-                f"{last['accuracy']:.3f}: the reward is being gamed; read some completions, and go back to that version"
+                f"{best['version']}) to {last['accuracy']:.3f}: the reward is being gamed; read some completions, and "
+                "go back to that version"
             )
         return None
 
@@ -151,13 +147,11 @@ class Advisor:
         if learner > 0.5 and learner > sampler:
             return (
                 f"the learner waits {learner:.0%} of the time for groups: start another sampler, or raise the "
-                "sampler's "
-                "--batch_size (auto: as many as fit)"
+                "sampler's --batch_size (auto: as many as fit)"
             )
         if sampler > 0.5:
             return (
                 f"the samplers wait {sampler:.0%} of the time for tickets: fewer samplers, more GPUs for the "
-                "learner, or "
-                "a higher --max_staleness"
+                "learner, or a higher --max_staleness"
             )
         return None

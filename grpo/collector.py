@@ -248,6 +248,12 @@ class Collector:
             return self._held_out.pinned if self._held_out else set()
 
     @property
+    def evaluations(self) -> list[dict]:
+        """The summaries of versions that are evaluated."""
+        with self._changed:
+            return list(self._held_out.summaries) if self._held_out else []
+
+    @property
     def dropped(self) -> dict[str, int]:
         """How many tickets were dropped, by reason."""
         with self._changed:

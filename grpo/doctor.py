@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sampling_worker
 import training_worker
 from data import load_examples
-from grpo.engine import precision, read_ds_config
+from grpo.engine import groups_per_step, precision, read_ds_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
 from grpo.models import load_tokenizer
@@ -148,19 +148,14 @@ def keys(learner, sampler, ranks: int) -> Iterator[str]:
 def batch_sizes(learner, sampler, ranks: int) -> Iterator[str]:
     """The sizes of step, group and decoding batch go together."""
     config = read_ds_config(learner.ds_config, ranks)
-    sequences = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * ranks
-    if sequences % learner.group_size:
-        raise ValueError(
-            f"a step takes {sequences} sequences ({learner.ds_config}, {ranks} ranks), no multiple of --group_size "
-            f"{learner.group_size}: change one of them"
-        )
+    prompts = groups_per_step(config, ranks, learner.group_size, learner.ds_config)
     if sampler.batch_size % learner.group_size:
         raise ValueError(
             f"--batch_size {sampler.batch_size} is no multiple of --group_size {learner.group_size}: change one of them"
         )
     decoded = f"{sampler.batch_size} completions at a time" if sampler.batch_size else "as many completions as fit"
     yield (
-        f"a step takes {sequences // learner.group_size} prompts x {learner.group_size} completions on {ranks} ranks, "
+        f"a step takes {prompts} prompts x {learner.group_size} completions on {ranks} ranks, "
         f"{precision(config)}; the sampler decodes {decoded}"
     )
 

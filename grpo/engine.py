@@ -38,6 +38,18 @@ def read_ds_config(path: str, ranks: int) -> dict:
     return config
 
 
+def groups_per_step(ds_config: dict, ranks: int, group_size: int, path: str) -> int:
+    """How many groups one optimizer step takes; ValueError, which names the file `path`, unless they come out whole."""
+    micro, accumulation = ds_config["train_micro_batch_size_per_gpu"], ds_config["gradient_accumulation_steps"]
+    sequences = micro * accumulation * ranks
+    if sequences % group_size:
+        raise ValueError(
+            f"one optimizer step takes {sequences} sequences ({micro} a micro-batch x {accumulation} accumulation "
+            f"steps x {ranks} ranks), no multiple of --group_size {group_size}; change one of them (--ds_config {path})"
+        )
+    return sequences // group_size
+
+
 def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
     """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
     dtype = precision(ds_config)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from grpo.evaluation import RECORD, one_line, summarize
+from grpo.files import append_line, read_lines
 from grpo.tickets import Ticket
 
 MAX_QUESTIONS = 1 << 20
@@ -28,6 +29,7 @@ class HeldOut:
 
     def __init__(self, folder: Path, limit: int):
         self._folder, self._questions = folder, limit
+        self.summaries = read_evaluations(folder, mend=True)  # of finished versions, in the order of their end
         self._waiting: list[int] = []  # ticket ids
         self._held: dict[int, str] = {}  # ticket id -> sampler id
         self._records: dict[int, dict[int, dict | None]] = {}  # version -> question -> record, None if dropped
@@ -45,7 +47,7 @@ class HeldOut:
 
     def start(self, version: int) -> None:
         """Put a version in line, unless its evaluation is on disk already."""
-        if version not in self._records and version not in self._done():
+        if version not in self._records and version not in {summary["version"] for summary in self.summaries}:
             self._records[version] = {}
             self._started[version] = time.monotonic()
             self._waiting += [-1 - (version * MAX_QUESTIONS + i) for i in range(self._questions)]
@@ -105,21 +107,15 @@ class HeldOut:
         folder.mkdir(exist_ok=True)
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"v{version:08d}.jsonl").write_text(lines, encoding="utf-8")
-        with open(self._folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"version": version} | summary) + "\n")
+        self.summaries.append({"version": version} | summary)
+        with open(self._folder / "evaluations.jsonl", "ab") as file:
+            append_line(file, json.dumps(self.summaries[-1]).encode())
         print(f"evaluation of version {version}: {one_line(summary) if records else 'no question could be asked'}")
 
-    def _done(self) -> set[int]:
-        return {record["version"] for record in read_evaluations(self._folder)}
 
-
-def read_evaluations(folder: Path) -> list[dict]:
-    """The summaries in a run's folder, in the order of their end."""
-    try:
-        lines = (folder / "evaluations.jsonl").read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line]
+def read_evaluations(folder: Path, mend: bool = False) -> list[dict]:
+    """The summaries in a run's folder, in the order of their end; `mend` as in grpo/files.py."""
+    return [json.loads(line) for line in read_lines(folder / "evaluations.jsonl", mend)]
 
 
 def read_record(blob: bytes) -> dict:

@@ -10,7 +10,6 @@ which it was dropped. Groups that a checkpoint covers are deleted, unless they a
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,8 +107,3 @@ def read_history(save_path: Path, mend: bool = False) -> History:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number} is no event ({error!r}): the run cannot go on from it") from error
     return history
-
-
-def bytes_on_disk(save_path: Path) -> int:
-    """What the groups take up."""
-    return sum(os.path.getsize(path) for path in (save_path / "journal").glob("t*.group"))

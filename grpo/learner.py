@@ -23,8 +23,8 @@ from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
 from grpo.completions import CompletionLog
-from grpo.engine import adapter_state, make_engine, read_ds_config
-from grpo.held_out import HeldOut, read_evaluations
+from grpo.engine import adapter_state, groups_per_step, make_engine, read_ds_config
+from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
@@ -89,8 +89,9 @@ class Learner:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        self.engine, self.dtype = make_engine(model, args, read_ds_config(args.ds_config, self.ranks.size))
-        self.groups_per_step = self._groups_per_step()
+        config = read_ds_config(args.ds_config, self.ranks.size)
+        self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
+        self.engine, self.dtype = make_engine(model, args, config)
         self._start_or_resume(fingerprints)
         self.publish()
         self._on_rank_zero(lambda: self._open(needs_reference))
@@ -306,18 +307,6 @@ class Learner:
                 f"its newest adapter is version {self._published}"
             )
 
-    def _groups_per_step(self) -> int:
-        sequences, group_size = self.engine.train_batch_size(), self.args.group_size
-        if sequences % group_size:
-            micro = self.engine.train_micro_batch_size_per_gpu()
-            accumulation = self.engine.gradient_accumulation_steps()
-            raise ValueError(
-                f"one optimizer step takes {sequences} sequences ({micro} a micro-batch x {accumulation} accumulation "
-                f"steps x {self.ranks.size} ranks), no multiple of --group_size {group_size}; change one of them "
-                f"(--ds_config {self.args.ds_config})"
-            )
-        return sequences // group_size
-
     def _open(self, needs_reference: bool) -> None:
         """Rank 0: where groups come from, and where records go."""
         args = self.args
@@ -460,8 +449,7 @@ class Learner:
         record |= {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
         record["groups"] = len(groups)
         self.log.log(self.steps_done, self.args.max_steps, record)
-        evaluations = read_evaluations(self.store.path) if self.args.eval_steps else []
-        for sentence in self.advisor.look(record, evaluations):
+        for sentence in self.advisor.look(record, self.source.evaluations):
             print(f"note: {sentence}", flush=True)
 
 

@@ -23,9 +23,6 @@ WAIT, STEP, STOP = 0, 1, 2
 FOLLOW_SECONDS = 0.5  # how often a rank looks for its launcher
 
 
-_kept_open: list[socket.socket] = []
-
-
 class RankLost(RuntimeError):
     """Another rank is gone or silent; the message holds what the backend says."""
 
@@ -88,9 +85,9 @@ def _follow_launchers() -> None:
             launchers.append(process)
     if not launchers:
         return
-    heard, bell = socket.socketpair()
-    bell.setblocking(False)
-    signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+    heard, bell = os.pipe()  # open for as long as this process may get a signal
+    os.set_blocking(bell, False)
+    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
 
     def watch() -> None:
         while all(_lives(process) for process in launchers):
@@ -100,7 +97,6 @@ def _follow_launchers() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    _kept_open.append(bell)
 
 
 def _lives(process: psutil.Process) -> bool:

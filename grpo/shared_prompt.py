@@ -31,7 +31,6 @@ class SharedPromptCache(DynamicCache):
         self.prompt_lengths = torch.zeros(slots, dtype=torch.int64, device=device)  # (S,)
         self.lengths = torch.zeros(slots * group_size, dtype=torch.int64, device=device)  # (S * G,) tokens held
         self._blocks: list[tuple[torch.Tensor, ...]] = []  # a layer: prompt keys, values, completion keys, values
-        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # (L,) the completions that a step is about
 
     def put_prompts(self, slots: torch.Tensor, cache: DynamicCache, mask: torch.Tensor) -> None:
         """Take over the prefilled prompts (left-padded, `mask` (N, P')) of some slots, whose completions start anew."""

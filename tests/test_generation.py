@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import VOCAB, redraw, tiny_model
+from tiny import SHAPE, VOCAB, redraw, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -20,19 +20,8 @@ from grpo.models import decodes_by_interface
 PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
 
 
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
-
-
 def make(config, **settings):
-    return redraw(AutoModelForCausalLM.from_config(config(**SHAPE | settings)))
+    return redraw(AutoModelForCausalLM.from_config(config(**SHAPE | {"head_dim": 8} | settings)))
 
 
 def gpt2():

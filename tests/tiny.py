@@ -12,19 +12,19 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 VOCAB = 128
 
 
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
 def tiny_model(seed: int = 0, **settings):
     """A random 2-layer Qwen2 whose logits differ (matrices with std 0.25)."""
-    config = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=2,
-    )
+    config = SHAPE | dict(max_position_embeddings=512, bos_token_id=None, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(Qwen2Config(**config | settings))
     return redraw(model, seed)
 
