@@ -95,12 +95,6 @@ class Sampler:
             "batch_size": args.batch_size,
             "lora_path": str(self.store.path),
         }
-        self.held_out = None
-        try:
-            self.held_out = load_held_out(args)
-            self.facts["held_out"] = {"dataset": self.held_out.fingerprint, "num_prompts": len(self.held_out)}
-        except ValueError as error:  # of no consequence unless the learner was started with --eval_steps
-            self.facts["held_out"] = {"error": str(error)}
         host = socket.gethostname().encode("ascii", "ignore").decode()
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
@@ -117,8 +111,21 @@ class Sampler:
 
     def hello(self) -> dict:
         """The facts the learner compares, with the run that the adapter folder belongs to at this moment."""
-        run = self.store.read_run()
-        return self.facts | {"run_id": run and run.get("run_id")}
+        run = self.store.read_run() or {}
+        held_out = self.held_out_facts() if run.get("evaluates") else {}
+        return self.facts | {"run_id": run.get("run_id"), "held_out": held_out}
+
+    @functools.cached_property
+    def held_out(self):
+        """The questions for the learner's --eval_steps, loaded when a run first asks for them."""
+        return load_held_out(self.args)
+
+    def held_out_facts(self) -> dict:
+        """What the learner compares of the held-out questions, or why there are none."""
+        try:
+            return {"dataset": self.held_out.fingerprint, "num_prompts": len(self.held_out)}
+        except ValueError as error:
+            return {"error": str(error)}
 
     def __enter__(self) -> "Sampler":
         """Wait for the learner's welcome, then put the model on the device in the learner's dtype."""

@@ -298,6 +298,8 @@ class Collector:
                 raise ValueError(f"{name} is {header[name]!r:.60}")
         if header["num_prompts"] < 1:
             raise Refusal("its dataset is empty; give another --dataset")
+        if self._held_out and not header["held_out"]:
+            raise Refusal("it has not seen yet that this run evaluates", passing=True)
         if self._held_out and "error" in header["held_out"]:
             raise Refusal(
                 f"the learner evaluates (--eval_steps), and it has no held-out questions: {header['held_out']['error']}"

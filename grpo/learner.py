@@ -288,7 +288,7 @@ class Learner:
             run = self.store.read_run() or {"run_id": uuid.uuid4().hex} | facts
             check_same_run(run, facts, self.store.path)
             run |= {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
-            run |= {"save_path": str(self.store.path)}
+            run |= {"save_path": str(self.store.path), "evaluates": self.args.eval_steps > 0}
             self.store.write_run(run)
             published = max(self.store.versions(), default=-1)
             decision.update(run=run, checkpoint=newest_checkpoint(self._checkpoints), published=published)

@@ -334,6 +334,27 @@ def test_a_sampler_without_held_out_questions_is_refused_where_they_are_wanted(w
         wire.sampler(held_out={"error": "--dataset x is a single file"}).connect()
 
 
+def test_an_evaluation_line_that_a_crash_cut_off_is_removed_and_its_version_evaluated_again(wire, tmp_path):
+    (tmp_path / "evaluations.jsonl").write_text('{"version": 0, "questions": 1}\n{"version": 2, "que')
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    for version in (0, 2):
+        collector.evaluate(version)
+    assert collector.pinned == {2} and [one["version"] for one in collector.evaluations] == [0]
+    assert (tmp_path / "evaluations.jsonl").read_text().count("\n") == 1
+
+
+def test_a_sampler_that_has_not_seen_that_the_run_evaluates_is_welcomed_once_it_has(wire, tmp_path, monkeypatch):
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.2)
+    facts = {"held_out": {}}
+    wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    sampler = SamplerChannel(wire.address, "early", lambda: FACTS | facts, 30.0, 30.0)
+    threading.Timer(1.0, facts.update, [{"held_out": FACTS["held_out"]}]).start()
+    try:
+        assert sampler.connect()["run_id"] == "run"
+    finally:
+        sampler.close(limit=5)
+
+
 def test_records_where_nobody_evaluates_are_refused(wire):
     collector, _ = wire.learner()
     collector.hello("s", FACTS | {"holding": [-5]})

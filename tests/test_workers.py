@@ -296,6 +296,7 @@ SAMPLER_FAILURES = {
     "no GPU": (["--device", "cuda:7"], ["--device cuda:7", "--device cpu"]),
     "a device that is none": (["--device", "gpu"], ["--device gpu"]),
     "a port out of range": (["--port", "99999"], ["--port", "99999"]),
+    "an engine that evaluation has not": (["--evaluate", "--engine", "vllm"], ["--evaluate", "--engine vllm"]),
     "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "tcp://127.0.0.1"]),
 }
 LEARNER_FAILURES = {
@@ -308,6 +309,8 @@ LEARNER_FAILURES = {
     "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "samplers connected: none"]),
     "a folder that cannot be written to": (["--save_path", "/proc/run"], ["/proc/run"]),
     "other machines without keys": (["--host", "0.0.0.0"], ["--host 0.0.0.0", "./run.sh keys DIR"]),
+    "a replay that evaluates": (["--replay", "x", "--eval_steps", "2"], ["--replay", "--eval_steps"]),
+    "more questions than tickets": (["--eval_limit", "2000000"], ["--eval_limit is 2000000", "1048576"]),
     "no journal to replay": (["--replay", "no/such/run"], ["--replay no/such/run"]),
 }
 
