@@ -77,12 +77,7 @@ def _follow_launchers() -> None:
     A signal to the whole group takes the launcher too, yet then this rank has heard it and saves its work first. The
     wakeup descriptor tells so at once, even while the main thread is deep in a forward pass.
     """
-    launchers = []
-    for process in psutil.Process().parents():
-        command = process.cmdline()
-        ours = any(part.endswith("/deepspeed") or part.startswith("deepspeed.launcher") for part in command[1:])
-        if ours and process.name().startswith("python"):
-            launchers.append(process)
+    launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
     if not launchers:
         return
     heard, bell = os.pipe()  # open for as long as this process may get a signal
@@ -97,6 +92,15 @@ def _follow_launchers() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    try:
+        command, name = process.cmdline(), process.name()
+    except psutil.Error:  # another user's process on a machine that hides those, or one that ends just now
+        return False
+    ours = any(part.endswith("/deepspeed") or part.startswith("deepspeed.launcher") for part in command[1:])
+    return ours and name.startswith("python")
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -57,6 +57,14 @@ def test_a_learner_killed_at_every_dangerous_point_goes_on_to_the_same_bit(tmp_p
     check(disturbed, undisturbed, steps)
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line, empty for one that has ended but is not yet reaped."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 class Chaos:
     """A run with two samplers whose processes are killed at random and started again by the same command."""
 
@@ -76,20 +84,25 @@ class Chaos:
         self.starts += 1
         return self.run.start_sampler(self.workers, "--timeout", 120, name=f"sampler{self.starts}")
 
-    def kill_one(self) -> str:
-        """SIGKILL the next process of a shuffled list; returns its kind."""
-        kind = self.victims.pop()
-        if kind == "sampler":
-            actor = self.rng.choice(self.actors)
-            actor.signal(signal.SIGKILL)
-            actor.process.wait()
-            return kind
-        family = [psutil.Process(self.trainer.process.pid)]
-        family += family[0].children(recursive=True)
-        named = [p for p in family if any(f"--local_rank={kind[-1]}" in part for part in p.cmdline())]
-        victim = family[0] if kind == "launcher" or not named else named[0]
-        os.kill(victim.pid, signal.SIGKILL)
-        return kind
+    def kill_next(self) -> bool:
+        """SIGKILL the next process of the shuffled list; False if it had ended by itself at that moment."""
+        kind = self.victims[-1]
+        try:
+            if kind == "sampler":
+                self.rng.choice(self.actors).signal(signal.SIGKILL)
+            else:
+                os.kill(self.process_of(kind), signal.SIGKILL)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return False
+        self.victims.pop()
+        return True
+
+    def process_of(self, kind: str) -> int:
+        """The pid of a rank, or of the launcher; of the launcher too while it has not started that rank."""
+        launcher = psutil.Process(self.trainer.process.pid)
+        ranks = launcher.children(recursive=True)
+        named = [process.pid for process in ranks if f"--local_rank={kind[-1]}" in command_of(process)]
+        return named[0] if named else launcher.pid
 
     def revive(self) -> None:
         """Start again what has ended."""
@@ -111,18 +124,18 @@ def test_random_kills_of_everything_lose_nothing_and_change_nothing(tmp_path, ma
     undisturbed = Run(tmp_path, material, "undisturbed", ranks=2, steps=steps, learner_flags=flags)
     undisturbed.to_the_end(workers)
     chaos = Chaos(Run(tmp_path, material, "disturbed", steps=steps, learner_flags=flags), workers, seed)
-    done, deadline = [], time.monotonic() + 3 * LIMIT
-    while len(done) < kills and chaos.trainer.process.poll() != 0:
-        assert time.monotonic() < deadline, f"{done}\n{chaos.trainer.output()[-3000:]}"
-        if chaos.steps() >= (len(done) + 1) * (steps - 4) // kills or chaos.rng.random() < 0.02:
+    killed, deadline = 0, time.monotonic() + 3 * LIMIT
+    while killed < kills and chaos.trainer.process.poll() != 0:
+        assert time.monotonic() < deadline, f"{killed} killed\n{chaos.trainer.output()[-3000:]}"
+        if chaos.steps() >= (killed + 1) * (steps - 4) // kills or chaos.rng.random() < 0.02:
             time.sleep(chaos.rng.uniform(0, 1))
-            done.append(chaos.kill_one())
+            killed += chaos.kill_next()
         time.sleep(0.1)
         chaos.revive()
     while chaos.trainer.process.poll() != 0:
-        assert time.monotonic() < deadline, f"{done}\n{chaos.trainer.output()[-3000:]}"
+        assert time.monotonic() < deadline, f"{killed} killed\n{chaos.trainer.output()[-3000:]}"
         time.sleep(0.1)
         chaos.revive()
-    print(done, chaos.starts)
-    assert len(done) == kills
+    print(killed, "kills,", chaos.starts, "starts")
+    assert killed == kills
     check(chaos.run, undisturbed, steps)
