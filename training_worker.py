@@ -56,8 +56,9 @@ def update(learner: Learner, groups: list[Group], args: argparse.Namespace) -> M
     """The optimizer steps on one batch of groups; returns the metrics of this rank."""
     data = learner.prepare(groups, advantages(groups, args), LOSS.denominator)  # A_1 .. A_G
     means = Means()
+    means.add(data.metrics)
     for _ in range(args.num_iterations):  # mu
-        for batch in data.micro_batches:
+        for batch in learner.micro_batches(data):
             logprobs, entropy = completion_logprobs(learner.engine, batch, args.temperature)  # log pi_theta
             loss, metrics = LOSS(
                 logprobs,
@@ -142,6 +143,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora_rank", type=int, default=16, help="rank of the LoRA matrices")
     add("--lora_alpha", type=float, default=32, help="scale of the LoRA update: alpha / rank")
     add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
+    add("--max_tokens_per_micro_batch", type=int, default=0, help="cut micro-batches by tokens, not by rows; 0: by rows")
+    add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards that each step may replace by others")
+    add("--run_zero_groups", action="store_true", help="run groups without advantages even if --beta is 0")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
     add("--log_completions", type=int, default=0, help="show samples every so many steps, and keep all; 0: off")
     add("--eval_steps", type=int, default=0, help="steps between evaluations on held-out questions; 0: none")
@@ -161,7 +165,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
-    for name in ("max_steps", "max_staleness", "eval_steps"):
+    for name in ("max_steps", "max_staleness", "eval_steps", "max_tokens_per_micro_batch", "resample_zero_groups"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:

@@ -1,15 +1,17 @@
 """From the Groups of one optimizer step to each rank's micro-batches.
 
-Layout of a micro-batch: prompts padded on the left and completions on the right, so that all completions start in the
-same column. Padding is told apart by position only, never by token id: any id may be the pad id. Each prompt is held
-once for all its completions in the micro-batch.
+A micro-batch is held twice: as one row of real tokens (grpo/packed.py), which the model runs on, and padded, which is
+what losses see: prompts padded on the left and completions on the right. Padding is told apart by position only, never
+by token id: any id may be the pad id. Each prompt is held once for all its completions in the micro-batch.
 
-Shapes: Q prompts, B sequences, B / Q completions of each prompt, P longest prompt, C longest completion.
+Shapes: Q prompts, B sequences, P longest prompt, C longest completion, M completion tokens.
 """
 
 from dataclasses import dataclass, fields
 
 import torch
+
+from grpo.packed import Packed, pack_row
 
 PAD_ID = 0  # any valid id does: padded positions are masked by position
 
@@ -20,18 +22,15 @@ class Batch:
 
     prompt_ids: torch.Tensor  # (Q, P) int64
     prompt_mask: torch.Tensor  # (Q, P) int64, 1 on prompt tokens
-    completion_ids: torch.Tensor  # (B, C) int64; row i continues prompt i * Q // B
+    completion_ids: torch.Tensor  # (B, C) int64
     present: torch.Tensor  # (B, C) int64, 1 on completion tokens
     completion_mask: torch.Tensor  # (B, C) bool, the completion tokens that the loss counts
+    places: torch.Tensor  # (M,) int64, index into B * C of the completion tokens
+    packed: Packed
     old_logprobs: torch.Tensor | None = None  # (B, C) float32
     ref_logprobs: torch.Tensor | None = None  # (B, C) float32
     sampling_logprobs: torch.Tensor | None = None  # (B, C) float32
     advantages: torch.Tensor | None = None  # (B, C) float32
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """B / Q."""
-        return len(self.completion_ids) // len(self.prompt_ids)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
@@ -47,31 +46,27 @@ def pad_right(rows: list[torch.Tensor], width: int, value: float = 0) -> torch.T
     return out
 
 
-def collate(prompts: list[torch.Tensor], completions: list[torch.Tensor]) -> Batch:
-    """Q prompts and B completions, B / Q of each prompt one after another, as a Batch; all are 1-D id tensors."""
-    assert len(completions) % len(prompts) == 0, f"{len(completions)} completions of {len(prompts)} prompts"
+def collate(
+    prompts: list[torch.Tensor], completions: list[torch.Tensor], prompt_of: list[int] | None = None
+) -> Batch:
+    """1-D id tensors as a Batch.
+
+    Completion i continues prompt `prompt_of[i]`; by default each prompt has equally many, one after another.
+    """
+    if prompt_of is None:
+        assert len(completions) % len(prompts) == 0, f"{len(completions)} completions of {len(prompts)} prompts"
+        prompt_of = [i * len(prompts) // len(completions) for i in range(len(completions))]
     width = max(1, *(len(completion) for completion in completions))  # a column stays even if all are empty
     completion_ids = pad_right([completion.long() for completion in completions], width, PAD_ID)
     present = pad_right([torch.ones(len(completion), dtype=torch.int64) for completion in completions], width)
     backwards = [prompt.long().flip(0) for prompt in prompts]
     longest = max(len(prompt) for prompt in prompts)
-    prompt_ids = pad_right(backwards, longest, PAD_ID).flip(1)
-    prompt_mask = pad_right([torch.ones_like(prompt) for prompt in backwards], longest).flip(1)
-    return Batch(prompt_ids, prompt_mask, completion_ids, present, present.bool())
-
-
-def deal(costs: list[int], slots: int) -> list[list[int]]:
-    """Share out len(costs) items over `slots` micro-batches: equal counts, nearly equal sums of cost.
-
-    The most costly go first, each to the lightest slot that still has room. Deterministic, so every rank computes the
-    same.
-    """
-    room = len(costs) // slots
-    assert room * slots == len(costs), f"{len(costs)} items cannot be dealt equally to {slots} micro-batches"
-    shares: list[list[int]] = [[] for _ in range(slots)]
-    loads = [0] * slots
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        slot = min((s for s in range(slots) if len(shares[s]) < room), key=lambda s: (loads[s], s))
-        shares[slot].append(i)
-        loads[slot] += costs[i]
-    return [sorted(share) for share in shares]
+    return Batch(
+        prompt_ids=pad_right(backwards, longest, PAD_ID).flip(1),
+        prompt_mask=pad_right([torch.ones_like(prompt) for prompt in backwards], longest).flip(1),
+        completion_ids=completion_ids,
+        present=present,
+        completion_mask=present.bool(),
+        places=present.flatten().nonzero()[:, 0],
+        packed=pack_row(prompts, completions, prompt_of),
+    )

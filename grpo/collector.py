@@ -11,6 +11,7 @@ import time
 from grpo.channel import Refusal
 from grpo.held_out import HeldOut, MalformedRecord
 from grpo.journal import Journal
+from grpo.metrics import reward_spread
 from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
 from grpo.tickets import Ticket, TicketBook
 
@@ -41,9 +42,11 @@ class Collector:
         steps_done: int = 0,
         version: int = 0,
         held_out: HeldOut | None = None,
+        resample: int = 0,
     ):
         self._run, self._welcome, self._journal = run, welcome, journal
         self._held_out = held_out
+        self._resample, self._resampled = resample, 0  # groups of equal rewards that each step may replace, and has
         self._turn: dict[str, bool] = {}  # sampler id -> whether held-out questions come next
         self._book_settings = dict(
             groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
@@ -157,9 +160,14 @@ class Collector:
             self._journal.put(ticket_id, blob)
         with self._changed:
             if self._book.arrive(ticket_id, group.adapter_version) == "accepted":
-                self._groups[ticket_id] = group
                 self.arrived += 1
                 self.last_arrival = time.monotonic()
+                if self._resampled < self._resample and group.step_rows is None and not reward_spread(group.rewards):
+                    self._resampled += 1
+                    self._book.drop(ticket_id, "equal rewards")
+                    self._journal.note_drop(ticket_id, "equal rewards")
+                else:
+                    self._groups[ticket_id] = group
                 self._changed.notify_all()
         return True
 
@@ -226,6 +234,7 @@ class Collector:
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""
         with self._changed:
+            self._resampled = 0
             self._trained += self._book.in_training
             self._book.finish_step(version)
             self._changed.notify_all()

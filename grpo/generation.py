@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from grpo.models import decodes_by_interface
-from grpo.shared_prompt import SharedPromptCache, in_use
+from grpo.attention import run
+from grpo.logprobs import ways_that_fit
+from grpo.models import has_full_attention, say_once
+from grpo.shared_prompt import SharedPromptCache
 
 CHUNK = 256  # probabilities that are summed before the draw looks inside
 
@@ -49,7 +51,7 @@ def generate(
     """
     device = next(model.parameters()).device
     at_a_time = max(1, places // group_size) if places else len(prompts)
-    engine = (_SharedPrompts if decodes_by_interface(model) else _PaddedPrompts)(
+    engine = (_SharedPrompts if shares_prompts(model) else _PaddedPrompts)(
         model, prompts, group_size, max_new_tokens, at_a_time
     )
     noise = torch.cat([_noise(seed, group_size, max_new_tokens) for seed in seeds]).to(device)  # (all, max_new_tokens)
@@ -63,16 +65,27 @@ def generate(
         if new:
             started = engine.start(new)
             live += [prompt * group_size + g for prompt in new for g in range(group_size)]
+            rows = _put(live, device)
             logits = started if logits is None else torch.cat([logits, started])
-        rows = torch.tensor(live, device=device)
         tokens, logprobs = _draw(logits, noise[rows, out.lengths[rows]], temperature)
         ended = out.append(rows, tokens, logprobs, torch.isin(tokens, end_ids))
-        keep = [i for i, end in enumerate(ended) if not end]
-        if len(keep) < len(live):
-            live = [live[i] for i in keep]
-            tokens = tokens[torch.tensor(keep, dtype=torch.int64, device=device)]
-        logits = engine.step(live, keep, tokens) if live else None
+        if any(ended):
+            kept = [i for i, end in enumerate(ended) if not end]
+            live = [live[i] for i in kept]
+            index = _put(kept, device)
+            rows, tokens = rows[index], tokens[index]
+            engine.keep(index)
+        logits = engine.step(live, rows, tokens) if live else None
     return out.completions(group_size)
+
+
+def shares_prompts(model) -> bool:
+    """Whether the model decodes on prompts that are held once for their group; a no says so, once."""
+    fits = has_full_attention(model) and ways_that_fit(model)[0]
+    if not fits:
+        kind = model.config.get_text_config().model_type
+        say_once(f"{kind} has other layers than full attention: decoding repeats prompts for each completion")
+    return fits
 
 
 class _Output:
@@ -114,6 +127,7 @@ class _SharedPrompts:
         self._cache = SharedPromptCache(model.config, slots, group_size, longest, max_new_tokens, self._device)
         self._free = list(range(slots))  # a heap: the lowest first, for a step costs what the highest in use costs
         self._slot: dict[int, int] = {}  # prompt -> slot
+        self._slot_of = torch.zeros(len(prompts), dtype=torch.int64, device=self._device)  # the same on the device
         self._age: Counter[int] = Counter()  # prompt -> tokens that its live completions hold
 
     def room(self, live: list[int], waiting: deque[int]) -> list[int]:
@@ -130,32 +144,37 @@ class _SharedPrompts:
     def start(self, new: list[int]) -> torch.Tensor:
         """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
         logits, cache, mask = _prefill(self._model, [self._prompts[i] for i in new], self._device)
-        self._cache.put_prompts(torch.tensor([self._slot[i] for i in new], device=self._device), cache, mask)
+        slots = _put([self._slot[prompt] for prompt in new], self._device)
+        self._slot_of[_put(new, self._device)] = slots
+        self._cache.put_prompts(slots, cache, mask)
         return logits.repeat_interleave(self._group_size, 0)
 
-    def step(self, live: list[int], keep: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    def keep(self, index: torch.Tensor) -> None:
+        """Only these of the live completions go on."""
+
+    def step(self, live: list[int], rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
-        prompts = [row // self._group_size for row in live]
+        prompts = {row // self._group_size for row in live}
         self._age.update(dict.fromkeys(prompts, 1))
-        places = [self._slot[prompt] * self._group_size + row % self._group_size for prompt, row in zip(prompts, live)]
+        prompt = rows // self._group_size
+        slot = self._slot_of[prompt]
+        places = slot * self._group_size + rows % self._group_size
+        positions = self._cache.prompt_lengths[slot] + self._cache.lengths[places]
         self._cache.start_step(
-            torch.tensor(places, device=self._device),
+            places,
             slots=max(self._slot.values()) + 1,
             longest_prompt=max(len(self._prompts[prompt]) for prompt in self._slot),
             longest=max(self._age.values()),
         )
-        positions = torch.tensor(
-            [len(self._prompts[prompt]) + self._age[prompt] - 1 for prompt in prompts], device=self._device
-        )
-        with in_use(self._model.config, self._cache):
-            return self._model(
-                input_ids=tokens[:, None],
-                attention_mask=tokens.new_ones(1, 1, 1, 1),  # `attend` knows better
-                position_ids=positions[:, None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+        return run(
+            self._model,
+            self._cache,
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
 
 
 class _PaddedPrompts:
@@ -176,12 +195,13 @@ class _PaddedPrompts:
         self._mask = mask.repeat_interleave(self._group_size, 0)
         return logits.repeat_interleave(self._group_size, 0)
 
-    def step(self, live: list[int], keep: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    def keep(self, index: torch.Tensor) -> None:
+        """Only these of the live completions go on."""
+        self._mask = self._mask[index]
+        self._cache.batch_select_indices(index)
+
+    def step(self, live: list[int], rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
-        if len(keep) < len(self._mask):
-            index = torch.tensor(keep, device=self._device)
-            self._mask = self._mask[index]
-            self._cache.batch_select_indices(index)
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
         return self._model(
             input_ids=tokens[:, None],
@@ -196,8 +216,8 @@ class _PaddedPrompts:
 def _prefill(model, prompts: list[list[int]], device: torch.device):
     """(N, V) logits of the first tokens, the cache, and the (N, P) mask of the left-padded prompts."""
     width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
-    attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    input_ids = _put([[0] * (width - len(p)) + list(p) for p in prompts], device)
+    attention_mask = _put([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device)
     cache = DynamicCache(config=model.config)
     logits = model(
         input_ids=input_ids,
@@ -208,6 +228,12 @@ def _prefill(model, prompts: list[list[int]], device: torch.device):
         logits_to_keep=1,
     ).logits[:, -1]
     return logits, cache, attention_mask
+
+
+def _put(values: list, device: torch.device) -> torch.Tensor:
+    """The values on the device; a GPU's queue is not waited for."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _noise(seed: int, group_size: int, max_new_tokens: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ Every rank builds a Learner and walks through `steps` together; rank 0 alone has
 """
 
 import json
-import math
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import torch
 
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.advice import Advisor
-from grpo.batch import Batch, collate, deal, pad_right
+from grpo.batch import Batch, collate, pad_right
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
@@ -29,6 +28,7 @@ from grpo.journal import Journal
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
+from grpo.plan import Part, imbalance, make_plan
 from grpo.policy import canary_batch
 from grpo.ranks import STEP, STOP, Ranks
 from grpo.replay import Replay
@@ -47,36 +47,14 @@ class StepData:
     denominator: float  # what the loss divides by: the count over the whole step, all ranks and micro-batches
     loss_scale: float  # DeepSpeed divides by accumulation steps and averages over ranks; this undoes both
     share: float  # one micro-batch's part of the step
-
-
-@dataclass
-class Part:
-    """Some completions of a group, with the advantages of the whole group."""
-
-    group: Group
-    advantages: torch.Tensor  # (G,) or (G, C)
-    rows: range
-
-    @property
-    def tokens(self) -> int:
-        """What the model has to run over: the prompt once, and the completions."""
-        return len(self.group.prompt_ids) + int(self.group.lengths[list(self.rows)].sum())
-
-    def token_advantages(self) -> list[torch.Tensor]:
-        """One advantage for each token of each completion."""
-        pairs = [(self.advantages[i], int(self.group.lengths[i])) for i in self.rows]
-        return [value[:n] if value.dim() else value.expand(n) for value, n in pairs]
-
-
-def _rows(parts: list[Part], name: str) -> list[torch.Tensor]:
-    return [row for part in parts for row in part.group.completions(name)[part.rows.start : part.rows.stop]]
+    metrics: dict[str, tuple[float, float]]  # of the plan, as (sum, count) pairs
 
 
 class Learner:
     """The engine with its adapter, and everything that a step needs besides the loss."""
 
     def __init__(self, args, needs_reference: bool):
-        self.args = args
+        self.args, self._needs_reference = args, needs_reference
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
         self.channel = self.source = self.log = self.completions = None  # rank 0 alone has them
@@ -110,29 +88,39 @@ class Learner:
             yield groups
 
     def prepare(self, groups: list[Group], advantages: list[torch.Tensor], count: Callable) -> StepData:
-        """This rank's micro-batches: groups, or equal parts of them, dealt out over ranks and accumulation steps.
+        """This rank's micro-batches of the step.
 
         `advantages` holds (G,) or (G, C) per group; `count(completion_mask, max_new_tokens)` is what the loss is
-        divided by, added up over the whole step.
+        divided by, added up over the whole step, groups that need not be run included.
         """
         self._advantages = advantages
-        accumulation = self.engine.gradient_accumulation_steps()
-        # as many rows of a group as fit a micro-batch stay together, for they share their prompt
-        size = math.gcd(self.engine.train_micro_batch_size_per_gpu(), groups[0].size)
-        parts = [
-            Part(group, values, range(start, start + size))
-            for group, values in zip(groups, advantages, strict=True)
-            for start in range(0, group.size, size)
-        ]
-        shares = deal([part.tokens for part in parts], self.ranks.size * accumulation)
-        mine = shares[self.ranks.rank * accumulation : (self.ranks.rank + 1) * accumulation]
+        plan = make_plan(
+            groups,
+            advantages,
+            self.ranks.size,
+            max_rows=self.engine.train_micro_batch_size_per_gpu(),
+            max_tokens=self.args.max_tokens_per_micro_batch,
+            skip_zero=not self._needs_reference and not self.args.run_zero_groups,
+        )
+        batches = [self._micro_batch(parts) for parts in plan[self.ranks.rank]]
         masks = [completion_mask(group, self.args.mask_truncated) for group in groups]
         return StepData(
-            micro_batches=[self._micro_batch([parts[i] for i in share]) for share in mine],
+            micro_batches=batches,
             denominator=sum(count(mask, self._max_new_tokens) for mask in masks),
-            loss_scale=self.ranks.size * accumulation,
-            share=1 / len(shares),
+            loss_scale=self.ranks.size * self.engine.gradient_accumulation_steps(),
+            share=1 / (self.ranks.size * len(batches)),
+            metrics={
+                "learner/imbalance": (imbalance(plan), 1),
+                "learner/padding_share": (sum(b.packed.padding for b in batches), sum(b.packed.size for b in batches)),
+                "learner/micro_batches": (len(batches), 1),
+            },
         )
+
+    def micro_batches(self, data: StepData) -> Iterator[Batch]:
+        """Each micro-batch in turn; the engine steps after the last."""
+        for i, batch in enumerate(data.micro_batches, 1):
+            self.engine.set_gradient_accumulation_boundary(i == len(data.micro_batches))
+            yield batch
 
     def finish_step(self, groups: list[Group], means: Means) -> None:
         """Publish, save, make room for new tickets, log."""
@@ -342,6 +330,7 @@ class Learner:
             steps_done=self.steps_done,
             version=self._published,
             held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
+            resample=args.resample_zero_groups,
         )
         self._evaluate_if_due()
         self.channel.start(self.source)
@@ -420,14 +409,21 @@ class Learner:
     # -- one step's details ------------------------------------------------------------------------------------
 
     def _micro_batch(self, parts: list[Part]) -> Batch:
-        batch = collate([part.group.prompt_ids for part in parts], _rows(parts, "completion_ids"))
+        groups = list({id(part.group): part.group for part in parts}.values())  # each prompt once
+        index = {id(group): i for i, group in enumerate(groups)}
+        batch = collate(
+            [group.prompt_ids for group in groups],
+            [row for part in parts for row in part.values("completion_ids")],
+            [index[id(part.group)] for part in parts for _ in part.rows],
+        )
         width = batch.completion_ids.shape[1]
+        counts = torch.tensor([part.counts for part in parts for _ in part.rows])
         if self.args.mask_truncated:
-            truncated = torch.cat([part.group.truncated[list(part.rows)] for part in parts])
-            batch.completion_mask &= ~truncated[:, None]
+            counts &= ~torch.cat([part.group.truncated[part.rows.start : part.rows.stop] for part in parts])
+        batch.completion_mask &= counts[:, None]
         for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
             if getattr(parts[0].group, name) is not None:
-                setattr(batch, name, pad_right(_rows(parts, name), width))
+                setattr(batch, name, pad_right([row for part in parts for row in part.values(name)], width))
         batch.advantages = pad_right([row for part in parts for row in part.token_advantages()], width)
         return batch.to(self.engine.device)
 

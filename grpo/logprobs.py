@@ -1,94 +1,101 @@
 """Token log-probabilities: the one function with which both sides score completions.
 
-Where a prompt has several completions, the model runs on it once and they continue from its cache; gradients flow
-through the cache. Models that cannot be continued like that (sliding windows, recurrent state, or gradient
-checkpointing, which keeps no cache) get the prompt repeated before each completion.
+The model runs on the real tokens of prompts and completions in one row, each prompt once (grpo/packed.py), and its
+head on completion tokens only (grpo/head.py). A model that the row does not fit gets padded sequences with the prompt
+before each completion, one whose logits are not its head's output is asked for logits; a line says so.
 
-Shapes: Q prompts, B sequences, P prompt, C completion, V vocabulary.
+Shapes: Q prompts, B sequences, P prompt, C completion, M completion tokens, h hidden size, V vocabulary.
 """
+
+import weakref
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
 
-from grpo.batch import Batch
-from grpo.models import has_full_attention
+from grpo.attention import own_attention, run
+from grpo.batch import Batch, collate
+from grpo.head import headless, pick, pick_from_logits
+from grpo.models import attends_in_windows, say_once
 
-CHUNK_ELEMENTS = 1 << 25  # float32 logits that are alive at a time, about 128 MiB
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}  # of logits, relative
+_ways: "weakref.WeakKeyDictionary[nn.Module, tuple[bool, bool]]" = weakref.WeakKeyDictionary()
 
 
 def completion_logprobs(model: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every completion token under softmax(logits / temperature).
 
     Returns two (B, C) float32 tensors: log-probs, through which gradients flow, and entropies in nats, through which
-    none do. Values where `present` is 0 mean nothing. `model` is a causal LM of transformers, bare, wrapped by PEFT
-    or by a DeepSpeed engine.
+    none do; 0 where `present` is 0. `model` is a causal LM of transformers, bare, wrapped by PEFT or by a DeepSpeed
+    engine.
     """
-    width = batch.completion_ids.shape[1]
-    share = batch.rows_per_prompt > 1 and width > 1 and can_share_prompt(model)
-    logits = (_shared_prompt_logits if share else _repeated_prompt_logits)(model, batch)  # (B, C, V)
-    flat, targets = logits.flatten(0, 1), batch.completion_ids.flatten()
-    rows = max(1, CHUNK_ELEMENTS // flat.shape[1])
-    parts = [
-        checkpoint(_pick, chunk, ids, temperature, use_reentrant=False)  # float32 logits are made again in backward
-        for chunk, ids in zip(flat.split(rows), targets.split(rows), strict=True)
-    ]
-    logprobs, entropies = (torch.cat(column).view(-1, width) for column in zip(*parts, strict=True))
-    return logprobs, entropies
+    packs, plain = ways_that_fit(model)
+    forward = _packed if packs else _padded
+    ids = batch.completion_ids.flatten()[batch.places]  # (M,)
+    head = _head(model)
+    if plain:
+        with headless(head):
+            hidden = forward(model, batch)  # (M, h)
+        logprobs, entropies = pick(head, hidden, ids, temperature)
+    else:
+        logprobs, entropies = checkpoint(pick_from_logits, forward(model, batch), ids, temperature, use_reentrant=False)
+    return tuple(
+        torch.zeros(batch.completion_ids.numel(), device=ids.device)
+        .index_copy(0, batch.places, values)
+        .view(batch.completion_ids.shape)
+        for values in (logprobs, entropies)
+    )
 
 
-def can_share_prompt(model: nn.Module) -> bool:
-    """Whether completions of a prompt can continue from its cache."""
+def ways_that_fit(model: nn.Module) -> tuple[bool, bool]:
+    """Whether the model runs packed rows, and whether its logits are its head's output: tried once on a short text."""
     inner = getattr(model, "module", model)  # a DeepSpeed engine's own config is not the model's
-    if inner.training and any(getattr(part, "gradient_checkpointing", False) for part in inner.modules()):
-        return False
-    return has_full_attention(inner)
+    if inner not in _ways:
+        _ways[inner] = _try_ways(inner)
+    return _ways[inner]
 
 
-def _repeated_prompt_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """(B, C, V): one forward pass over prompt and completion; position t predicts token t + 1."""
-    each, width = batch.rows_per_prompt, batch.completion_ids.shape[1]
-    attention_mask = torch.cat([batch.prompt_mask.repeat_interleave(each, 0), batch.present], 1)
-    return model(
-        input_ids=torch.cat([batch.prompt_ids.repeat_interleave(each, 0), batch.completion_ids], 1),
-        attention_mask=attention_mask,
-        position_ids=_positions(attention_mask),
+@torch.no_grad()
+def _try_ways(model: nn.Module) -> tuple[bool, bool]:
+    kind, head = model.config.get_text_config().model_type, _head(model)
+    device, ids = head.weight.device, torch.arange(3, 12)
+    batch = collate([ids[:4]], [ids[4:], ids[5:8]]).to(device)
+    logits = _padded(model, batch)
+    with headless(head):
+        hidden = _padded(model, batch)
+    plain = torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
+    if not plain:
+        say_once(f"{kind} changes its head's output: logits of all completion tokens are held at a time")
+    packs = own_attention(model)
+    if packs:
+        error = (_packed(model, batch) - logits).norm() / logits.norm()
+        packs = bool(error < _ROUNDING[logits.dtype]) and batch.packed.windowed == attends_in_windows(model)
+        if not packs:
+            own_attention(model, False)
+    if not packs:
+        say_once(f"{kind} does not run packed rows: prompts are repeated for each completion")
+    return packs, plain
+
+
+def _head(model: nn.Module) -> nn.Module:
+    return getattr(model, "module", model).get_output_embeddings()
+
+
+def _packed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """(M, h or V): what predicts each completion token."""
+    row = batch.packed
+    out = run(model, row, input_ids=row.ids, position_ids=row.positions, use_cache=False).logits
+    return out[0].index_select(0, row.predictors)
+
+
+def _padded(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The same from one padded row for each sequence; position t predicts token t + 1."""
+    mask = torch.cat([batch.prompt_mask[batch.packed.prompt_of], batch.present], 1)
+    out = model(
+        input_ids=torch.cat([batch.prompt_ids[batch.packed.prompt_of], batch.completion_ids], 1),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),  # from the first real token, whatever the padding before it
         use_cache=False,
-        logits_to_keep=width + 1,
+        logits_to_keep=batch.completion_ids.shape[1] + 1,
     ).logits[:, :-1]
-
-
-def _shared_prompt_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """(B, C, V): the prompts once, then all completions but their last token as continuations of the cache."""
-    each = batch.rows_per_prompt
-    cache = DynamicCache(config=getattr(model, "module", model).config)
-    first = model(
-        input_ids=batch.prompt_ids,
-        attention_mask=batch.prompt_mask,
-        position_ids=_positions(batch.prompt_mask),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits  # (Q, 1, V): the last prompt token predicts the first completion token
-    cache.batch_repeat_interleave(each)
-    attention_mask = torch.cat([batch.prompt_mask.repeat_interleave(each, 0), batch.present[:, :-1]], 1)
-    rest = model(
-        input_ids=batch.completion_ids[:, :-1],
-        attention_mask=attention_mask,
-        position_ids=_positions(attention_mask)[:, batch.prompt_ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
-    ).logits  # (B, C - 1, V)
-    return torch.cat([first.repeat_interleave(each, 0), rest], 1)
-
-
-def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position ids counted from the first real token, whatever the padding before it."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def _pick(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    entropy = torch.special.entr(logp.detach().exp()).sum(-1)
-    return logp.gather(-1, ids[:, None]).squeeze(-1), entropy
+    return out.flatten(0, 1).index_select(0, batch.places)

@@ -83,7 +83,7 @@ def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
     lengths = torch.cat([group.lengths for group in groups]).float()
     mismatch = torch.cat([group.old_logprobs - group.sampling_logprobs for group in groups]).abs()
     staleness = torch.tensor([float(step - group.adapter_version) for group in groups])
-    spread = torch.tensor([_std(row) for row in rewards])
+    spread = torch.tensor([reward_spread(row) for row in rewards])
     metrics = {
         "reward": rewards.nanmean(),
         "reward_std": spread.mean(),
@@ -110,7 +110,7 @@ def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _std(rewards: torch.Tensor) -> float:
+def reward_spread(rewards: torch.Tensor) -> float:
     """ddof-1 standard deviation of the rewards that are not NaN; exactly 0 for equal ones and for fewer than two."""
     valid = rewards[~rewards.isnan()]
     if len(valid) < 2 or (valid == valid[0]).all():

@@ -72,24 +72,17 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return sorted(found - {None})
 
 
-def has_full_attention(model) -> bool:
-    """Whether every layer attends to everything before: no sliding windows, no recurrent state; a no says so, once."""
+def attends_in_windows(model) -> bool:
+    """Whether some layer sees only the nearest tokens before."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    full = set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
-    if not full:
-        say_once(f"{config.model_type} has other layers than full attention: prompts are repeated for each completion")
-    return full
+    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
 
 
-def decodes_by_interface(model) -> bool:
-    """Whether the decoding attention of grpo/shared_prompt.py can stand in for the model's own; a no says so, once."""
-    config = model.config.get_text_config()
-    soft_cap = getattr(config, "attn_logit_softcapping", None) is not None
-    fits = not soft_cap and all(getattr(part, "_supports_attention_backend", True) for part in model.modules())
-    if not fits:
-        say_once(f"{config.model_type} has an attention of its own: prompts are repeated for each completion")
-    return fits and has_full_attention(model)
+def has_full_attention(model) -> bool:
+    """Whether every layer attends to everything before: no sliding windows, no recurrent state."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    return set(kinds) == {"full_attention"} if kinds else not attends_in_windows(model)
 
 
 @functools.lru_cache

@@ -4,22 +4,15 @@ The keys and values of S prompts and of S x G completions lie in blocks that are
 queries attend to both: those of one slot's completions to their prompt by one matrix product, each to its own earlier
 tokens by another, under one softmax. Heads that share keys (grouped queries) are never repeated in memory.
 
-transformers models reach this through their attention interface: while `in_use`, a model whose attention
-implementation is NAME calls `attend`, and its cache is the SharedPromptCache in use.
+transformers models reach this through their attention interface (grpo/attention.py): the cache is the layout of a
+decoding step.
 
 Shapes: S slots, G completions a slot, L live rows of the step, H query heads, K key heads, D head size, P longest
 prompt, T longest completion so far.
 """
 
-import contextlib
-import threading
-
 import torch
-from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
-
-NAME = "grpo_shared_prompt"
-_current = threading.local()
 
 
 class SharedPromptCache(DynamicCache):
@@ -82,6 +75,31 @@ class SharedPromptCache(DynamicCache):
         completions = (block[: slots * self._shape[1], :, :longest] for block in (keys, values))
         return *prompts, *completions
 
+    def attend(self, module, query, key, value, scaling: float | None = None, **settings) -> torch.Tensor:
+        """Attention of one layer and step: query (L, H, 1, D) -> (L, 1, H, D)."""
+        prompt_keys, prompt_values, keys, values = self.blocks(module.layer_idx)
+        (slots, group_size), heads, size = self.shape, query.shape[1], query.shape[3]
+        kv, rows = keys.shape[1], self.rows
+        each = heads // kv
+        scaling = size**-0.5 if scaling is None else scaling
+        placed = query.new_zeros(slots * group_size, kv, each, size)
+        placed[rows] = query.view(len(rows), kv, each, size) * scaling
+        # (S, K, G * each, D): one slot's queries of one key head together
+        by_slot = placed.view(slots, group_size, kv, each, size).transpose(1, 2)
+        by_slot = by_slot.reshape(slots, kv, group_size * each, size)
+        to_prompt = by_slot @ prompt_keys.transpose(2, 3)  # (S, K, G * each, P)
+        to_own = placed @ keys.transpose(2, 3)  # (S * G, K, each, T)
+        to_own = to_own.view(slots, group_size, kv, each, -1).transpose(1, 2)  # (S, K, G, each, T)
+        width = to_prompt.shape[-1]
+        scores = torch.cat([to_prompt.view(slots, kv, group_size, each, width), to_own], -1)
+        scores = scores.masked_fill_(~self.mask, torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        from_prompt = weights[..., :width].reshape(slots, kv, group_size * each, width) @ prompt_values
+        own_weights = weights[..., width:].transpose(1, 2).reshape(slots * group_size, kv, each, -1)
+        from_own = (own_weights @ values).view(slots, group_size, kv, each, size)
+        out = from_prompt.view(slots, kv, group_size, each, size).transpose(1, 2) + from_own  # (S, G, K, each, D)
+        return out.reshape(slots * group_size, 1, heads, size)[rows]
+
     def _allocate(self, keys, values) -> tuple[torch.Tensor, ...]:
         slots, group_size, longest, max_new_tokens = self._shape
         sizes = [(slots, longest), (slots * group_size, max_new_tokens)]
@@ -91,45 +109,3 @@ class SharedPromptCache(DynamicCache):
     def shape(self) -> tuple[int, int]:
         """S of this step, and G."""
         return self.extent[0], self._shape[1]
-
-
-def attend(module, query, key, value, attention_mask, scaling: float | None = None, **kwargs):
-    """Attention of one decoding step: query (L, H, 1, D) -> ((L, 1, H, D), None)."""
-    cache: SharedPromptCache = _current.cache
-    prompt_keys, prompt_values, keys, values = cache.blocks(module.layer_idx)
-    (slots, group_size), heads, size = cache.shape, query.shape[1], query.shape[3]
-    kv, rows = keys.shape[1], cache.rows
-    each = heads // kv
-    scaling = size**-0.5 if scaling is None else scaling
-    placed = query.new_zeros(slots * group_size, kv, each, size)
-    placed[rows] = query.view(len(rows), kv, each, size) * scaling
-    # (S, K, G * each, D): one slot's queries of one key head together
-    by_slot = placed.view(slots, group_size, kv, each, size).transpose(1, 2).reshape(slots, kv, group_size * each, size)
-    to_prompt = by_slot @ prompt_keys.transpose(2, 3)  # (S, K, G * each, P)
-    to_own = placed @ keys.transpose(2, 3)  # (S * G, K, each, T)
-    to_own = to_own.view(slots, group_size, kv, each, -1).transpose(1, 2)  # (S, K, G, each, T)
-    width = to_prompt.shape[-1]
-    scores = torch.cat([to_prompt.view(slots, kv, group_size, each, width), to_own], -1)
-    scores = scores.masked_fill_(~cache.mask, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-    from_prompt = weights[..., :width].reshape(slots, kv, group_size * each, width) @ prompt_values
-    own_weights = weights[..., width:].transpose(1, 2).reshape(slots * group_size, kv, each, -1)
-    from_own = (own_weights @ values).view(slots, group_size, kv, each, size)
-    out = from_prompt.view(slots, kv, group_size, each, size).transpose(1, 2) + from_own  # (S, G, K, each, D)
-    return out.reshape(slots * group_size, 1, heads, size)[rows], None
-
-
-@contextlib.contextmanager
-def in_use(config, cache: SharedPromptCache):
-    """Let a model with this config decode by `attend` on this cache."""
-    before = config._attn_implementation
-    _current.cache = cache
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        _current.cache = None
-
-
-AttentionInterface.register(NAME, attend)

@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo.batch import collate, deal, pad_right
+from grpo.batch import collate, pad_right
 
 
 def test_collate_pads_prompts_left_and_completions_right():
@@ -16,20 +16,10 @@ def test_collate_pads_prompts_left_and_completions_right():
 
 def test_collate_holds_a_groups_prompt_once():
     batch = collate([torch.tensor([5]), torch.tensor([6, 7])], [torch.tensor([n]) for n in range(4)])
-    assert batch.prompt_ids.shape == (2, 2) and batch.completion_ids.shape == (4, 1) and batch.rows_per_prompt == 2
+    assert batch.prompt_ids.shape == (2, 2) and batch.completion_ids.shape == (4, 1)
+    assert batch.packed.ids.tolist() == [[5, 6, 7]]  # completions of one token are not run
+    assert batch.packed.predictors.tolist() == [0, 0, 2, 2]
 
 
 def test_pad_right():
     assert pad_right([torch.tensor([1.5]), torch.tensor([1.0, 2.0])], 3).tolist() == [[1.5, 0, 0], [1, 2, 0]]
-
-
-def test_deal_gives_equal_counts_and_nearly_equal_loads():
-    generator = torch.Generator().manual_seed(0)
-    for slots in (1, 2, 4, 8):
-        costs = torch.randint(10, 300, (64,), generator=generator).tolist()
-        shares = deal(costs, slots)
-        assert sorted(i for share in shares for i in share) == list(range(64))
-        assert {len(share) for share in shares} == {64 // slots}
-        loads = [sum(costs[i] for i in share) for share in shares]
-        assert max(loads) - min(loads) <= max(costs)
-        assert shares == deal(costs, slots)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import zmq
 from test_rollout import make_group
 from tiny import free_port
@@ -266,6 +267,23 @@ def test_a_ticket_whose_prompt_does_not_fit_is_dropped_and_replaced(wire):
     third = next(batches)
     assert [t.ticket_id for t in third] == [2]
     assert collector.dropped == {"prompt longer than --max_prompt_length": 1}
+
+
+def test_groups_of_equal_rewards_are_replaced_up_to_the_limit_of_each_step(wire):
+    collector, learner = wire.learner(resample=1, max_staleness=1)
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    trained = []
+    for step in range(2):
+        while (groups := collector.next_step(wait=0.2)) is None:
+            for ticket in next(batches):
+                sampler.send(ticket.ticket_id, answer(ticket, rewards=torch.tensor([1.0, 1.0])))
+        trained.append([group.ticket_id for group in groups])
+        collector.finish_step(version=step + 1)
+        learner.wake()
+    assert collector.dropped["equal rewards"] in (1, 2)  # the second step's limit may have been used by then
+    assert 0 not in trained[0] and len(trained[0]) == len(trained[1]) == 2
 
 
 def record(ticket, **changes) -> bytes:
