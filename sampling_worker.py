@@ -149,11 +149,11 @@ class Sampler:
         return self
 
     def tickets(self) -> Iterator[list[Ticket]]:
-        """As many tickets at a time as fit --batch_size, until the learner ends the run.
+        """As many tickets at a time as fit --batch_size, or --prompts_at_a_time, until the learner ends the run.
 
         Tickets for held-out questions (--eval_steps of the learner) come between and are worked off here.
         """
-        room = self.places // self.welcome["group_size"]
+        room = self.args.prompts_at_a_time or self.places // self.welcome["group_size"]
         waiting = time.monotonic()
         for tickets in self.channel.tickets(room, check=self.outbox.check):
             self.waiting_seconds = (time.monotonic() - waiting) / len(tickets)
@@ -425,6 +425,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora_path", default="./checkpoints", help="adapter folder: the learner's --save_path")
     add("--batch_size", type=batch_size, default=8, help="completions decoded at a time, a multiple of the group size; "
         "auto: as many as fit")  # fmt: skip
+    add("--prompts_at_a_time", type=int, default=0, help="prompts taken on together; with more than fit --batch_size, "
+        "finished completions make room for the next ones; 0: as many as fit")  # fmt: skip
     add("--max_new_tokens", type=int, default=256, help="completions are cut at this length")
     add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu")
     add("--port", type=int, default=5555, help="the learner's port")
@@ -463,6 +465,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.prompts_at_a_time < 0:
+        parser.error(f"--prompts_at_a_time is {args.prompts_at_a_time}, it must not be negative")
     for name in ("max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from grpo.generation import _SharedPrompts
+from grpo.lean import lean
 from grpo.models import DTYPES, add_lora, load_model
 
 BASE = {"batch": 64, "completion": 256, "prompt": 200, "group": 8}
@@ -41,7 +42,8 @@ def main() -> None:
     for name, values in VARIED.items():
         for value in values:
             cell = BASE | {name: value}
-            seconds = measure(model.eval(), args.steps, **cell)
+            with lean(model.eval()):
+                seconds = measure(model, args.steps, **cell)
             least = limit(model, operations, traffic, **cell)
             rows.append({"varied": name, **cell, "ms": 1000 * seconds, "limit_ms": 1000 * least})
             rows[-1] |= {"tokens_per_second": cell["batch"] / seconds, "of_limit": least / seconds}

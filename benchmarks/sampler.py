@@ -3,14 +3,19 @@
     .venv/bin/python -m demo.smollm2                          # once: SmolLM2-135M-Instruct, see the README
     .venv/bin/python benchmarks/sampler.py --dataset gsm8k    # or a folder or file with GSM8K
 
-8 prompts x 8 completions of at most 256 tokens, with an unmerged LoRA adapter on all linear layers. Both take turns,
-and the ratio is that of the medians. A token is useful up to its completion's end token. The last line is JSON.
+8 prompts x 8 completions of at most 256 tokens, with a LoRA adapter on all linear layers. They take turns, and the
+ratio is that of the medians. A token is useful up to its completion's end token. With --vllm_python, the Python of an
+environment that has vLLM (see the README), vLLM's API is measured on the same adapter too, in a process of its own
+whose loading does not count. The last line is JSON.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,27 +33,88 @@ from grpo.models import DTYPES, add_lora, eos_token_ids, load_model, load_tokeni
 def main() -> None:
     """Measure both in turn."""
     args = parse_args()
+    tokenizer = load_tokenizer(args.model_path)
+    examples = load_examples(args.dataset)
+    prompts = [encode_prompt(tokenizer, examples[i].question) for i in range(args.prompts)]
+    if args.adapter:
+        return measure_vllm(args, prompts)
     torch.manual_seed(0)
-    tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
+    model = load_model(args.model_path)
     eos_ids = eos_token_ids(model, tokenizer)
-    model = add_lora(model.to(args.device, DTYPES[args.dtype]), LoraConfig(r=16, target_modules="all-linear"))
+    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = add_lora(model.to(args.device, DTYPES[args.dtype]), lora).eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=1e-3)
-    examples = load_examples(args.dataset)
-    prompts = [encode_prompt(tokenizer, examples[i].question) for i in range(args.prompts)]
     ways = {"generate": by_transformers, "ours": by_ours}
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(args.turns):
         for name, way in ways.items():
             started = time.monotonic()
-            tokens = way(model.eval(), prompts, eos_ids, args, seed=turn)
-            speeds[name].append(tokens / (time.monotonic() - started))
-            print(f"{name}: {tokens} useful tokens, {speeds[name][-1]:.1f} a second", flush=True)
+            tokens = way(model, prompts, eos_ids, args, seed=turn)
+            note(speeds[name], name, tokens, time.monotonic() - started)
+    if args.vllm_python:
+        speeds["vllm"] = by_vllm(model, args)
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    result = {"tokens_per_second": medians, "ratio_vs_generate": medians["ours"] / medians["generate"]}
+    result: dict = {"tokens_per_second": medians}
+    result |= {f"ratio_vs_{name}": medians["ours"] / medians[name] for name in speeds if name != "ours"}
     result |= {"dtype": args.dtype, "threads": torch.get_num_threads(), "completions": args.prompts * args.group_size}
     print(json.dumps(result | {"max_new_tokens": args.max_new_tokens}))
+
+
+def note(speeds: list[float], name: str, tokens: int, seconds: float) -> None:
+    """One measurement."""
+    speeds.append(tokens / seconds)
+    print(f"{name}: {tokens} useful tokens, {speeds[-1]:.1f} a second", flush=True)
+
+
+def by_vllm(model, args) -> list[float]:
+    """This script under --vllm_python, on the adapter of `model`; useful tokens per second of each turn."""
+    limits = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [args.vllm_python, __file__, *sys.argv[1:], "--adapter", folder]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | limits, check=True)
+    speeds = json.loads(done.stdout.splitlines()[-1])
+    print(f"vllm: {', '.join(f'{speed:.1f}' for speed in speeds)} useful tokens a second", flush=True)
+    return speeds
+
+
+def measure_vllm(args, prompts) -> None:
+    """vLLM's own API; prints the speeds of all turns as its last line."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(
+        args.model_path,
+        dtype=args.dtype,
+        max_model_len=max(map(len, prompts)) + args.max_new_tokens,
+        max_num_seqs=args.places,
+        enable_lora=True,
+        max_lora_rank=16,
+        max_loras=1,
+        generation_config="vllm",
+    )
+    speeds: list[float] = []
+    for turn in range(-1, args.turns):  # the first one warms up
+        params = [
+            SamplingParams(
+                n=args.group_size,
+                seed=1000 * turn + i,
+                temperature=1.0,
+                max_tokens=args.max_new_tokens if turn >= 0 else 4,
+                logprobs=0,
+                detokenize=False,
+            )
+            for i in range(len(prompts))
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.monotonic()
+        outputs = llm.generate(requests, params, lora_request=LoRARequest("adapter", 1, args.adapter), use_tqdm=False)
+        seconds = time.monotonic() - started
+        if turn >= 0:
+            note(speeds, "vllm", sum(len(one.token_ids) for output in outputs for one in output.outputs), seconds)
+    print(json.dumps(speeds))
 
 
 def by_ours(model, prompts, eos_ids, args, seed: int) -> int:
@@ -110,6 +176,8 @@ def parse_args() -> argparse.Namespace:
     add("--places", type=int, default=64, help="completions decoded at a time")
     add("--max_new_tokens", type=int, default=256, help="limit of a completion")
     add("--turns", type=int, default=3, help="measurements of each")
+    add("--vllm_python", help="the Python of an environment with vLLM, to measure that as well")
+    add("--adapter", help=argparse.SUPPRESS)  # set where this script runs itself for vLLM
     return parser.parse_args()
 
 

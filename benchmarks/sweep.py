@@ -3,6 +3,8 @@
     ./run.sh demo                                                    # leaves runs/demo/model and runs/demo/problems
     .venv/bin/python benchmarks/sweep.py --vary learning_rate --values 1e-6 1e-5 1e-4 1e-3
     .venv/bin/python benchmarks/sweep.py --vary max_staleness --values 0 1 2 4
+    .venv/bin/python benchmarks/sweep.py --vary samplers --values 1 2 4
+    .venv/bin/python benchmarks/sweep.py --vary ranks --values 1 2
 
 One run of the real split loop, sampler and two-rank learner, for each value, one after another. By default on the
 demo's warm model; any other by --model_path, --dataset, --ds_config and further flags of the two programs. The last
@@ -28,7 +30,7 @@ DEMO_LEARNER = "--beta 0 --group_size 8 --lora_rank 8 --lora_alpha 16 --save_ste
 DEMO_SAMPLER = (
     f"--system_prompt {shlex.quote(SYSTEM_PROMPT)} --batch_size 64 --max_new_tokens 40 --old_logprobs sampled"
 )
-COLUMNS = ["reward_first", "reward_last", "approx_kl", "grad_norm", "staleness", "dropped", "step_time"]
+COLUMNS = ["reward_first", "reward_last", "approx_kl", "grad_norm", "staleness", "dropped", "step_time", "idle"]
 
 
 def main() -> None:
@@ -53,15 +55,20 @@ def measure(value: str, folder: Path, args: argparse.Namespace) -> dict:
         config["gradient_accumulation_steps"] = args.accumulation
     if args.vary == "learning_rate":
         config["optimizer"]["params"]["lr"] = float(value)
+    counts = {"ranks": args.ranks, "samplers": 1}
+    if args.vary in counts:
+        counts[args.vary] = int(value)
+    if args.vary == "ranks":  # the same sequences a step
+        config["gradient_accumulation_steps"] = config["gradient_accumulation_steps"] * args.ranks // int(value)
+    varied = [] if args.vary in ("learning_rate", *counts) else [f"--{args.vary}", value]
     (folder / "ds_config.json").write_text(json.dumps(config))
-    varied = [] if args.vary == "learning_rate" else [f"--{args.vary}", value]
     model = ["--model_path", args.model_path]
     learner = [*model, "--save_path", run, "--ds_config", folder / "ds_config.json", "--max_steps", args.steps]
     sampler = [*model, "--lora_path", run, "--dataset", args.dataset]
     run_split(
         [*learner, *shlex.split(args.learner_flags), *varied],
         [*sampler, *shlex.split(args.sampler_flags)],
-        ranks=args.ranks,
+        **counts,
         port=args.port,
         log=folder / "sampler.log",
         limit=args.limit,
@@ -83,6 +90,7 @@ def summary(records: list[dict]) -> dict:
         "staleness": mean("staleness/mean", records[1:]),
         "dropped": records[-1].get("groups/dropped/stale", 0),
         "step_time": (records[-1]["seconds"] - records[0]["seconds"]) / (len(records) - 1),
+        "idle": mean("learner/idle_share", records[1:]),
         "rewards": [round(record["reward"], 4) for record in records],
     }
 
@@ -93,7 +101,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--vary", default="learning_rate", help="learning_rate, or any flag of training_worker.py")
+    add("--vary", default="learning_rate", help="learning_rate, ranks, samplers, or any flag of training_worker.py")
     add("--values", nargs="+", default=["1e-6", "1e-5", "1e-4", "1e-3"], help="its values, a run each")
     add("--steps", type=int, default=40, help="steps of each run")
     add("--model_path", default=str(DEMO / "model"), help="must write the format at least some of the time")

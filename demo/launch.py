@@ -1,4 +1,4 @@
-"""Starting one sampler and a learner of several ranks on this machine's CPU, as a user does in two terminals."""
+"""Starting samplers and a learner of several ranks on this machine's CPU, as a user does in two terminals."""
 
 import os
 import subprocess
@@ -9,8 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_split(learner_flags: list, sampler_flags: list, *, ranks: int, port: int, log: Path, limit: float) -> None:
-    """Run both programs to their end; what the sampler prints goes to the file `log`.
+def run_split(
+    learner_flags: list, sampler_flags: list, *, ranks: int, port: int, log: Path, limit: float, samplers: int = 1
+) -> None:
+    """Run both programs to their end; what the samplers print goes to the file `log`.
 
     Ports `port` (ZeroMQ) and `port + 1` (DeepSpeed) are used. SystemExit with the name of the program that failed, or
     when they are not done after `limit` seconds; nothing of them is left running.
@@ -20,9 +22,8 @@ def run_split(learner_flags: list, sampler_flags: list, *, ranks: int, port: int
     sampler = [sys.executable, "-u", "sampling_worker.py", "--device", "cpu", "--port", port, *sampler_flags]
     with open(log, "w") as file:
         workers = {
-            "learner": _start(learner),
-            "sampler": _start(sampler, stdout=file, stderr=subprocess.STDOUT),
-        }
+            f"sampler {i + 1}": _start(sampler, stdout=file, stderr=subprocess.STDOUT) for i in range(samplers)
+        } | {"learner": _start(learner)}
     try:
         _wait(workers, log, limit)
     finally:

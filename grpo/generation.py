@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from grpo.attention import run
+from grpo.lean import lean
 from grpo.logprobs import ways_that_fit
 from grpo.models import has_full_attention, say_once
 from grpo.shared_prompt import SharedPromptCache
@@ -49,6 +50,13 @@ def generate(
     At most `places` completions are decoded at a time, 0: all. `model` is a causal LM of transformers, bare or wrapped
     by PEFT. Greedy log-probs are those at temperature 1.
     """
+    with lean(model):
+        return _decode(model, prompts, seeds, group_size, max_new_tokens, temperature, eos_ids, places)
+
+
+def _decode(
+    model, prompts, seeds, group_size: int, max_new_tokens: int, temperature: float, eos_ids: list[int], places: int
+) -> list[list[Completion]]:
     device = next(model.parameters()).device
     at_a_time = max(1, places // group_size) if places else len(prompts)
     engine = (_SharedPrompts if shares_prompts(model) else _PaddedPrompts)(
@@ -70,13 +78,20 @@ def generate(
         tokens, logprobs = _draw(logits, noise[rows, out.lengths[rows]], temperature)
         ended = out.append(rows, tokens, logprobs, torch.isin(tokens, end_ids))
         if any(ended):
-            kept = [i for i, end in enumerate(ended) if not end]
+            kept = _close_gaps(ended)
             live = [live[i] for i in kept]
             index = _put(kept, device)
             rows, tokens = rows[index], tokens[index]
-            engine.keep(index)
+            engine.keep(kept, index)
         logits = engine.step(live, rows, tokens) if live else None
     return out.completions(group_size)
+
+
+def _close_gaps(ended: list[bool]) -> list[int]:
+    """Which rows go on, in their new order: the last of them move into the places of those that ended."""
+    going = [i for i, end in enumerate(ended) if not end]
+    late = [i for i in going if i >= len(going)]
+    return [late.pop() if ended[i] else i for i in range(len(going))]
 
 
 def shares_prompts(model) -> bool:
@@ -124,7 +139,9 @@ class _SharedPrompts:
         slots = min(len(prompts), at_a_time if group_size == 1 else 2 * at_a_time)
         self._device = next(model.parameters()).device
         longest = max(len(prompt) for prompt in prompts)
-        self._cache = SharedPromptCache(model.config, slots, group_size, longest, max_new_tokens, self._device)
+        rows = min(self._live_limit, len(prompts) * group_size)
+        self._cache = SharedPromptCache(model.config, slots, group_size, rows, longest, max_new_tokens, self._device)
+        self._started = 0  # rows in use
         self._free = list(range(slots))  # a heap: the lowest first, for a step costs what the highest in use costs
         self._slot: dict[int, int] = {}  # prompt -> slot
         self._slot_of = torch.zeros(len(prompts), dtype=torch.int64, device=self._device)  # the same on the device
@@ -147,21 +164,25 @@ class _SharedPrompts:
         slots = _put([self._slot[prompt] for prompt in new], self._device)
         self._slot_of[_put(new, self._device)] = slots
         self._cache.put_prompts(slots, cache, mask)
+        before, self._started = self._started, self._started + len(new) * self._group_size
+        self._cache.start_rows(before, self._started)
         return logits.repeat_interleave(self._group_size, 0)
 
-    def keep(self, index: torch.Tensor) -> None:
-        """Only these of the live completions go on."""
+    def keep(self, kept: list[int], index: torch.Tensor) -> None:
+        """Only these of the live completions go on, in this order; `index` holds them on the device."""
+        self._started = len(kept)
+        moved = [(source, target) for target, source in enumerate(kept) if source != target]
+        if moved:
+            sources, targets = zip(*moved, strict=True)
+            self._cache.move_rows(_put(list(sources), self._device), _put(list(targets), self._device))
 
     def step(self, live: list[int], rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
-        prompts = {row // self._group_size for row in live}
-        self._age.update(dict.fromkeys(prompts, 1))
-        prompt = rows // self._group_size
-        slot = self._slot_of[prompt]
-        places = slot * self._group_size + rows % self._group_size
-        positions = self._cache.prompt_lengths[slot] + self._cache.lengths[places]
+        self._age.update(dict.fromkeys({row // self._group_size for row in live}, 1))
+        slots = self._slot_of[rows // self._group_size]
+        positions = self._cache.prompt_lengths[slots] + self._cache.lengths[: len(live)]
         self._cache.start_step(
-            places,
+            slots * self._group_size + rows % self._group_size,
             slots=max(self._slot.values()) + 1,
             longest_prompt=max(len(self._prompts[prompt]) for prompt in self._slot),
             longest=max(self._age.values()),
@@ -195,8 +216,8 @@ class _PaddedPrompts:
         self._mask = mask.repeat_interleave(self._group_size, 0)
         return logits.repeat_interleave(self._group_size, 0)
 
-    def keep(self, index: torch.Tensor) -> None:
-        """Only these of the live completions go on."""
+    def keep(self, kept: list[int], index: torch.Tensor) -> None:
+        """Only these of the live completions go on, in this order; `index` holds them on the device."""
         self._mask = self._mask[index]
         self._cache.batch_select_indices(index)
 
@@ -245,19 +266,26 @@ def _draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> tupl
     """Inverse-CDF sampling: (L, V) logits and (L,) uniforms -> (L,) tokens and their (L,) log-probs.
 
     In two steps, so that only the sums of CHUNK probabilities and one chunk are added up in float64, where a tail of
-    tiny probabilities is not lost.
+    tiny probabilities is not lost. Weights stand for probabilities that are not yet divided by their sum.
     """
-    logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
+    rows, vocabulary = logits.shape
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    if vocabulary % CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, -vocabulary % CHUNK))
+    weights = weights.view(rows, -1, CHUNK)
+    sums = weights.sum(-1).double().cumsum(-1)  # (L, chunks)
+    total = sums[:, -1:]
     if temperature == 0:
-        tokens = logp.argmax(-1)
+        tokens = logits.argmax(-1, keepdim=True)
     else:
-        rows, vocabulary = logp.shape
-        p = torch.nn.functional.pad(logp.exp(), (0, -vocabulary % CHUNK)).view(rows, -1, CHUNK)
-        sums = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (L, chunks)
-        target = noise * sums[:, -1]
-        chunk = torch.searchsorted(sums, target[:, None], right=True).clamp(max=sums.shape[1] - 1)  # (L, 1)
+        target = noise[:, None] * total
+        chunk = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)  # (L, 1)
         before = torch.nn.functional.pad(sums, (1, 0)).gather(-1, chunk)
-        inside = p[torch.arange(rows, device=p.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
-        token = torch.searchsorted(inside, target[:, None] - before, right=True).clamp(max=CHUNK - 1)
-        tokens = (chunk * CHUNK + token).squeeze(-1).clamp(max=vocabulary - 1)
-    return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)
+        inside = weights[torch.arange(rows, device=logits.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+        last = torch.searchsorted(inside, inside[:, -1:].contiguous())  # the last token that has a weight
+        token = torch.minimum(torch.searchsorted(inside, target - before, right=True), last)
+        tokens = chunk * CHUNK + token
+    logprobs = logits.gather(-1, tokens) - top - total.log().float()
+    return tokens[:, 0], logprobs[:, 0]

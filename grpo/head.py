@@ -44,11 +44,14 @@ def pick_from_logits(logits: torch.Tensor, ids: torch.Tensor, temperature: float
 @contextlib.contextmanager
 def headless(head: nn.Module):
     """Let the model return hidden states in place of logits."""
+    before = vars(head).get("forward")
     head.forward = lambda hidden: hidden
     try:
         yield
     finally:
         del head.forward
+        if before:
+            head.forward = before
 
 
 def _pick_by_module(head, hidden, ids, temperature):

@@ -14,7 +14,8 @@ LARGEST = 256  # more rows than this gain little speed
 def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: int) -> int:
     """Completions that can be decoded at a time with the memory that is free: a multiple of the group size.
 
-    Counted are the blocks of grpo/shared_prompt.py (twice as many slots as are alive) and float32 logits, three times.
+    Counted are the blocks of grpo/shared_prompt.py (prompts for twice as many groups as are alive) and float32
+    logits, three times.
 
     Raises:
         ValueError: not even one group fits.
@@ -23,7 +24,7 @@ def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: 
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
-    group = 2 * token * (prompt_length + group_size * max_new_tokens) + group_size * config.vocab_size * 4 * 3
+    group = token * (2 * prompt_length + group_size * max_new_tokens) + group_size * config.vocab_size * 4 * 3
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     groups = int(free * USABLE.get(device.type, 0.4) / group)
     if groups < 1:

@@ -1,14 +1,15 @@
 """Decoding attention over prompts that are held once for all their completions.
 
-The keys and values of S prompts and of S x G completions lie in blocks that are written in place. A decoding step's
-queries attend to both: those of one slot's completions to their prompt by one matrix product, each to its own earlier
-tokens by another, under one softmax. Heads that share keys (grouped queries) are never repeated in memory.
+The keys and values of S prompts lie in one set of blocks, those of the live completions in another, and are written in
+place. A decoding step's queries attend to both: those of one slot's completions to their prompt by one matrix product,
+each to its own earlier tokens by another, under one softmax. Heads that share keys (grouped queries) are never
+repeated in memory.
 
 transformers models reach this through their attention interface (grpo/attention.py): the cache is the layout of a
 decoding step.
 
-Shapes: S slots, G completions a slot, L live rows of the step, H query heads, K key heads, D head size, P longest
-prompt, T longest completion so far.
+Shapes: S slots, G completions a slot, L live completions, H query heads, K key heads, D head size, P longest prompt, T
+longest completion so far.
 """
 
 import torch
@@ -16,17 +17,24 @@ from transformers.cache_utils import DynamicCache
 
 
 class SharedPromptCache(DynamicCache):
-    """Blocks for S prompts of at most P tokens, and for S x G completions of at most `max_new_tokens`."""
+    """Blocks for S prompts of at most P tokens, and for `rows` completions of at most `max_new_tokens`.
 
-    def __init__(self, config, slots: int, group_size: int, longest_prompt: int, max_new_tokens: int, device):
+    Row i holds the i-th live completion.
+    """
+
+    def __init__(
+        self, config, slots: int, group_size: int, rows: int, longest_prompt: int, max_new_tokens: int, device
+    ):
         super().__init__(config=config)
-        self._shape = slots, group_size, longest_prompt, max_new_tokens
+        self._group_size = group_size
+        self._sizes = [(slots, longest_prompt), (rows, max_new_tokens)]
         self.prompt_lengths = torch.zeros(slots, dtype=torch.int64, device=device)  # (S,)
-        self.lengths = torch.zeros(slots * group_size, dtype=torch.int64, device=device)  # (S * G,) tokens held
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)  # tokens held
+        self._rows = torch.arange(rows, device=device)
         self._blocks: list[tuple[torch.Tensor, ...]] = []  # a layer: prompt keys, values, completion keys, values
 
     def put_prompts(self, slots: torch.Tensor, cache: DynamicCache, mask: torch.Tensor) -> None:
-        """Take over the prefilled prompts (left-padded, `mask` (N, P')) of some slots, whose completions start anew."""
+        """Take over the prefilled prompts (left-padded, `mask` (N, P')) of some slots."""
         lengths = mask.sum(-1)
         width = mask.shape[1]
         # left-padded to left-aligned: column j of the block is column j + width - length of the prefill
@@ -38,74 +46,74 @@ class SharedPromptCache(DynamicCache):
                 index = columns[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
                 block[slots, :, :width] = source.gather(2, index)
         self.prompt_lengths[slots] = lengths
-        self.lengths.view(self._shape[:2])[slots] = 0
 
-    def start_step(self, rows: torch.Tensor, slots: int, longest_prompt: int, longest: int) -> None:
-        """The next forward pass brings one token for each of these completions.
+    def start_rows(self, first: int, last: int) -> None:
+        """Rows first .. last - 1 are new completions."""
+        self.lengths[first:last] = 0
 
-        They are in the first `slots` slots; the longest of their prompts has `longest_prompt` tokens, and with this
-        step the longest of them has `longest`: nothing beyond takes part.
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Completions change their rows, into such as are free."""
+        self.lengths[targets] = self.lengths[sources]
+        for _, _, keys, values in self._blocks:
+            keys[targets], values[targets] = keys[sources], values[sources]
+
+    def start_step(self, places: torch.Tensor, slots: int, longest_prompt: int, longest: int) -> None:
+        """The next forward pass brings one token for each of the first L rows.
+
+        `places` (L,) is slot * G + g of each. They are in the first `slots` slots; the longest of their prompts has
+        `longest_prompt` tokens, and with this step the longest of them has `longest`: nothing beyond takes part.
         """
-        self.rows, self.places = rows, self.lengths[rows]  # which completions, and where their keys go
-        self.lengths[rows] += 1
-        group_size = self._shape[1]
-        self.extent = slots, longest_prompt, longest
-        prompt_mask = torch.arange(longest_prompt, device=rows.device) < self.prompt_lengths[:slots, None]  # (S, P)
-        lengths = self.lengths[: slots * group_size].clamp(min=1)  # no row without anything to attend to
-        completion_mask = torch.arange(longest, device=rows.device) < lengths[:, None]  # (S * G, T)
-        prompt_mask = prompt_mask[:, None].expand(-1, group_size, -1).reshape(slots * group_size, -1)
-        self.mask = torch.cat([prompt_mask, completion_mask], 1).view(slots, 1, group_size, 1, -1)  # over P + T
+        self._places, self._slots, live = places, slots, len(places)
+        self._extent = longest_prompt, longest
+        self._ends = self.lengths[:live].clone()  # where the new keys go
+        self.lengths[:live] += 1
+        prompt_lengths = self.prompt_lengths[places // self._group_size]
+        prompt_mask = torch.arange(longest_prompt, device=places.device) >= prompt_lengths[:, None]  # (L, P)
+        own_mask = torch.arange(longest, device=places.device) > self._ends[:, None]  # (L, T)
+        self._unseen = torch.cat([prompt_mask, own_mask], 1)[:, None, None]  # over P + T
 
     def update(self, keys, values, layer_idx: int, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the step's (L, K, 1, D) keys and values in their places."""
         _, _, own_keys, own_values = self._blocks[layer_idx]
-        own_keys[self.rows, :, self.places] = keys[:, :, 0]
-        own_values[self.rows, :, self.places] = values[:, :, 0]
+        rows = self._rows[: len(keys)]
+        own_keys[rows, :, self._ends] = keys[:, :, 0]
+        own_values[rows, :, self._ends] = values[:, :, 0]
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this step, of the longest; positions are given explicitly, so it only has to be above 0."""
-        return self._shape[2]
-
-    def blocks(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Prompt keys and values (S, K, P, D), completion keys and values (S * G, K, T, D), as far as the step goes."""
-        slots, longest_prompt, longest = self.extent
-        prompt_keys, prompt_values, keys, values = self._blocks[layer]
-        prompts = (block[:slots, :, :longest_prompt] for block in (prompt_keys, prompt_values))
-        completions = (block[: slots * self._shape[1], :, :longest] for block in (keys, values))
-        return *prompts, *completions
+        return self._sizes[0][1]
 
     def attend(self, module, query, key, value, scaling: float | None = None, **settings) -> torch.Tensor:
         """Attention of one layer and step: query (L, H, 1, D) -> (L, 1, H, D)."""
-        prompt_keys, prompt_values, keys, values = self.blocks(module.layer_idx)
-        (slots, group_size), heads, size = self.shape, query.shape[1], query.shape[3]
-        kv, rows = keys.shape[1], self.rows
-        each = heads // kv
-        scaling = size**-0.5 if scaling is None else scaling
-        placed = query.new_zeros(slots * group_size, kv, each, size)
-        placed[rows] = query.view(len(rows), kv, each, size) * scaling
-        # (S, K, G * each, D): one slot's queries of one key head together
-        by_slot = placed.view(slots, group_size, kv, each, size).transpose(1, 2)
-        by_slot = by_slot.reshape(slots, kv, group_size * each, size)
-        to_prompt = by_slot @ prompt_keys.transpose(2, 3)  # (S, K, G * each, P)
-        to_own = placed @ keys.transpose(2, 3)  # (S * G, K, each, T)
-        to_own = to_own.view(slots, group_size, kv, each, -1).transpose(1, 2)  # (S, K, G, each, T)
-        width = to_prompt.shape[-1]
-        scores = torch.cat([to_prompt.view(slots, kv, group_size, each, width), to_own], -1)
-        scores = scores.masked_fill_(~self.mask, torch.finfo(scores.dtype).min)
+        (longest_prompt, longest), (live, heads, _, size) = self._extent, query.shape
+        prompt_keys, prompt_values, keys, values = self._blocks[module.layer_idx]
+        prompt_keys, prompt_values = (b[: self._slots, :, :longest_prompt] for b in (prompt_keys, prompt_values))
+        keys, values = (block[:live, :, :longest] for block in (keys, values))  # (L, K, T, D)
+        kv = keys.shape[1]
+        query = query.reshape(live, kv, heads // kv, size) * (size**-0.5 if scaling is None else scaling)
+        to_prompt = self._from_slots(self._by_slot(query) @ prompt_keys.transpose(2, 3))  # (L, K, H / K, P)
+        scores = torch.cat([to_prompt, query @ keys.transpose(2, 3)], -1)
+        scores = scores.masked_fill_(self._unseen, torch.finfo(scores.dtype).min)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        from_prompt = weights[..., :width].reshape(slots, kv, group_size * each, width) @ prompt_values
-        own_weights = weights[..., width:].transpose(1, 2).reshape(slots * group_size, kv, each, -1)
-        from_own = (own_weights @ values).view(slots, group_size, kv, each, size)
-        out = from_prompt.view(slots, kv, group_size, each, size).transpose(1, 2) + from_own  # (S, G, K, each, D)
-        return out.reshape(slots * group_size, 1, heads, size)[rows]
+        out = self._from_slots(self._by_slot(weights[..., :longest_prompt]) @ prompt_values)
+        out = out + weights[..., longest_prompt:] @ values
+        return out.view(live, 1, heads, size)
+
+    def _by_slot(self, rows: torch.Tensor) -> torch.Tensor:
+        """(L, K, H / K, X) -> (S, K, G * H / K, X): what belongs to one slot and key head together, zeros between."""
+        grid = rows.new_zeros(self._slots * self._group_size, *rows.shape[1:])
+        grid[self._places] = rows
+        _, kv, each, width = rows.shape
+        grid = grid.view(self._slots, self._group_size, kv, each, width).transpose(1, 2)
+        return grid.reshape(self._slots, kv, self._group_size * each, width)
+
+    def _from_slots(self, grid: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        slots, kv, together, width = grid.shape
+        grid = grid.view(slots, kv, self._group_size, together // self._group_size, width).transpose(1, 2)
+        return grid.reshape(slots * self._group_size, kv, -1, width)[self._places]
 
     def _allocate(self, keys, values) -> tuple[torch.Tensor, ...]:
-        slots, group_size, longest, max_new_tokens = self._shape
-        sizes = [(slots, longest), (slots * group_size, max_new_tokens)]
-        return tuple(like.new_zeros(n, like.shape[1], m, like.shape[3]) for n, m in sizes for like in (keys, values))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """S of this step, and G."""
-        return self.extent[0], self._shape[1]
+        like = (keys, values)
+        return tuple(one.new_zeros(n, one.shape[1], m, one.shape[3]) for n, m in self._sizes for one in like)

@@ -13,13 +13,13 @@ from grpo.memory import halving, places_that_fit
 
 def test_what_fits_is_a_multiple_of_the_group_and_follows_the_memory(monkeypatch):
     model, found = tiny_model(), []
-    # a token: 2 x 2 layers x 2 heads x 8 x 4 bytes = 256; a group: 2 x 256 x (100 + 4 x 50) + 4 x 128 x 4 x 3 = 159744
+    # a token: 2 x 2 layers x 2 heads x 8 x 4 bytes = 256; a group: 256 x (2 x 100 + 4 x 50) + 4 x 128 x 4 x 3 = 108544
     left = argparse.Namespace(available=0)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: left)
-    for left.available in (159_744 / 0.4 + 10, 3.9 * 159_744 / 0.4, 10**12):
+    for left.available in (108_544 / 0.4 + 10, 3.9 * 108_544 / 0.4, 10**12):
         found.append(places_that_fit(model, 4, 100, 50))
     assert found == [4, 12, 256]
-    left.available = 100_000
+    left.available = 60_000
     with pytest.raises(ValueError, match="--max_new_tokens"):
         places_that_fit(model, 4, 100, 50)
 

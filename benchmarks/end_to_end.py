@@ -1,0 +1,209 @@
+"""The whole loop against TRL's GRPOTrainer: completions per second and peak memory, with the same work on both sides.
+
+    .venv/bin/python -m demo.smollm2                          # once, and the warm start of the README
+    python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.24.0 peft==0.21.2
+    .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --dataset gsm8k/train.jsonl
+
+Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores for
+both. TRL runs in one process, we in two that share the cores. The first step of each is warm-up. Memory is the peak of
+the sum over processes of proportional set sizes, looked at five times a second. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> None:
+    """Both, one after the other."""
+    args = parse_args()
+    if args.only == "trl_itself":
+        return run_trl(args)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in {"trl": start_trl, "ours": start_ours}.items():
+            if args.only in (None, name):
+                results[name] = watch(run(args, Path(folder)), args)
+                print(name, json.dumps(results[name]), flush=True)
+    if len(results) == 2:
+        speeds, peaks = ({name: one[key] for name, one in results.items()} for key in ("completions_per_second", "peak"))
+        results["ratio_vs_trl"] = speeds["ours"] / speeds["trl"]
+        results["memory_ratio"] = peaks["ours"] / peaks["trl"]
+    print(json.dumps(results | {"settings": {k: v for k, v in vars(args).items() if "python" not in k}}))
+
+
+def start_trl(args, folder: Path):
+    """This script under --trl_python."""
+    command = [args.trl_python, __file__, *sys.argv[1:], "--only", "trl_itself", "--output", folder / "trl.jsonl"]
+    return [start(command, folder / "trl.log")], folder / "trl.jsonl"
+
+
+def start_ours(args, folder: Path):
+    """Sampler and learner, each with a share of the cores."""
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": args.prompts * args.group_size // args.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": args.learning_rate, "weight_decay": 0.0, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    run = folder / "run"
+    common = ["--model_path", args.model_path, "--port", 5954]
+    learner = [ROOT / "training_worker.py", *common, "--save_path", run, "--ds_config", folder / "ds.json"]
+    learner += ["--max_steps", args.steps, "--group_size", args.group_size, "--beta", args.beta, "--save_steps", 1000]
+    learner += ["--max_staleness", args.max_staleness, *args.learner_flags.split()]
+    sampler = [ROOT / "sampling_worker.py", *common, "--lora_path", run, "--dataset", args.dataset, "--device", "cpu"]
+    sampler += ["--batch_size", args.prompts * args.group_size, "--max_new_tokens", args.max_new_tokens]
+    sampler += ["--old_logprobs", "sampled", *args.sampler_flags.split()]  # exact in fp32
+    processes = [
+        start([sys.executable, "-u", *command], folder / name, threads=args.threads)
+        for name, command in (("learner.log", learner), ("sampler.log", sampler))
+    ]
+    return processes, run / "metrics.jsonl"
+
+
+def start(command: list, log: Path, threads: int | None = None) -> subprocess.Popen:
+    """A process whose output goes to `log`."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    with open(log, "w") as file:
+        return subprocess.Popen([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def watch(started, args) -> dict:
+    """Wait for the processes and read what they recorded."""
+    import psutil
+
+    processes, records = started
+    peak, done = 0, threading.Event()
+
+    def measure():
+        nonlocal peak
+        while not done.wait(0.2):
+            total = 0
+            for process in processes:
+                try:
+                    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+                    total += sum(member.memory_full_info().pss for member in family)
+                except psutil.Error:
+                    continue
+            peak = max(peak, total)
+
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+    codes = [process.wait(args.limit) for process in processes]
+    done.set()
+    thread.join()
+    assert codes == [0] * len(codes), f"exit codes {codes}: see {records.parent}"
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    each = args.prompts * args.group_size
+    seconds = rows[-1]["seconds"] - rows[0]["seconds"]
+    return {
+        "completions_per_second": each * (len(rows) - 1) / seconds,
+        "seconds_per_step": seconds / (len(rows) - 1),
+        "peak": peak,
+        "reward": [round(row["reward"], 3) for row in rows],
+        "mean_length": [round(row["completions/mean_length"], 1) for row in rows],
+    }
+
+
+def run_trl(args) -> None:
+    """GRPOTrainer, under its own Python; a JSON line a step in --output."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from data import SYSTEM_PROMPT
+    from utils import reward_function
+
+    rows = [json.loads(line) for line in Path(args.dataset).read_text().splitlines()]
+    prompts = [
+        [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}] for row in rows
+    ]
+    golds = [row["answer"].rpartition("####")[2].strip() for row in rows]
+
+    def reward(completions, gold, **_):
+        return [reward_function(one[0]["content"], answer)["reward"] for one, answer in zip(completions, gold)]
+
+    class Record(TrainerCallback):
+        def on_log(self, trainer_args, state, control, logs=None, **_):
+            if "reward" in logs:
+                keep = {name: logs[name] for name in ("reward", "completions/mean_length")}
+                with open(args.output, "a") as file:
+                    file.write(json.dumps({"step": state.global_step, "seconds": time.monotonic()} | keep) + "\n")
+
+    accumulation = args.prompts * args.group_size // args.micro_batch
+    config = GRPOConfig(
+        output_dir=str(Path(args.output).parent / "trl"),
+        num_generations=args.group_size,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        max_completion_length=args.max_new_tokens,
+        max_steps=args.steps,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        beta=args.beta,
+        loss_type="grpo",
+        temperature=1.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=args.trl_gradient_checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts, "gold": golds}),
+        processing_class=AutoTokenizer.from_pretrained(args.model_path),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=[Record()],
+    )
+    trainer.train()
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-warm").expanduser()), help="the model")
+    add("--dataset", default="gsm8k/train.jsonl", help="GSM8K's training file")
+    add("--trl_python", default=".venv-trl/bin/python", help="a Python that has TRL")
+    add("--steps", type=int, default=20, help="optimizer steps")
+    add("--prompts", type=int, default=4, help="prompts a step")
+    add("--group_size", type=int, default=8, help="completions of each")
+    add("--micro_batch", type=int, default=8, help="completions in one forward and backward pass")
+    add("--max_new_tokens", type=int, default=128, help="limit of a completion")
+    add("--learning_rate", type=float, default=3e-4, help="of AdamW")
+    add("--beta", type=float, default=0.04, help="weight of the KL term")
+    add("--max_staleness", type=int, default=1, help="ours; TRL's batches are always on-policy")
+    add("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of each of our two processes")
+    add("--learner_flags", default="", help="more flags of ours")
+    add("--sampler_flags", default="", help="more flags of ours")
+    add("--trl_gradient_checkpointing", action="store_true", help="TRL's default; slower, with less memory")
+    add("--limit", type=float, default=7200, help="seconds after which a run has failed")
+    add("--only", choices=("trl", "ours", "trl_itself"), help="one side")
+    add("--output", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
