@@ -90,6 +90,7 @@ class Sampler:
             "model": model_fingerprint(self.model),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "dataset": f"{self.examples.fingerprint[:16]}-{derive_seed(args.system_prompt)}",
+            "dataset_name": args.dataset,
             "num_prompts": len(self.examples),
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,

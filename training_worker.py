@@ -45,7 +45,7 @@ def main() -> None:
     """Train until --max_steps, or until stopped."""
     args = parse_args()
     quiet_libraries()
-    learner = Learner(args, needs_reference=beta(args) > 0)
+    learner = Learner(args, needs_reference=beta(args) > 0, loss=LOSS.__name__)
     for groups in learner.steps():  # o_1 .. o_G ~ pi_old for each prompt of the batch
         means = update(learner, groups, args)  # pi_theta <- GRPO(pi_theta, groups)
         learner.finish_step(groups, means)  # publish the adapter: pi_old <- pi_theta
@@ -143,8 +143,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora_rank", type=int, default=16, help="rank of the LoRA matrices")
     add("--lora_alpha", type=float, default=32, help="scale of the LoRA update: alpha / rank")
     add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
-    add("--max_tokens_per_micro_batch", type=int, default=0, help="cut micro-batches by tokens, not by rows; 0: by rows")
-    add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards that each step may replace by others")
+    add("--max_tokens_per_micro_batch", type=int, default=0, help="size of micro-batches in tokens; 0: in rows")
+    add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards a step may replace by others")
     add("--run_zero_groups", action="store_true", help="run groups without advantages even if --beta is 0")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
     add("--log_completions", type=int, default=0, help="show samples every so many steps, and keep all; 0: off")

@@ -4,9 +4,9 @@
     python3 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.24.0 peft==0.21.2
     .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --dataset gsm8k/train.jsonl
 
-Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores for
-both. TRL runs in one process, we in two that share the cores. The first step of each is warm-up. Memory is the peak of
-the sum over processes of proportional set sizes, looked at five times a second. The last line is JSON.
+Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores
+for both. TRL runs in one process, we in two that share the cores. The first step of each is warm-up. Memory is the peak
+of the sum over processes of proportional set sizes, looked at five times a second. The last line is JSON.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def main() -> None:
                 results[name] = watch(run(args, Path(folder)), args)
                 print(name, json.dumps(results[name]), flush=True)
     if len(results) == 2:
-        speeds, peaks = ({name: one[key] for name, one in results.items()} for key in ("completions_per_second", "peak"))
-        results["ratio_vs_trl"] = speeds["ours"] / speeds["trl"]
-        results["memory_ratio"] = peaks["ours"] / peaks["trl"]
+        ours, trl = results["ours"], results["trl"]
+        results["ratio_vs_trl"] = ours["completions_per_second"] / trl["completions_per_second"]
+        results["memory_ratio"] = ours["peak"] / trl["peak"]
     print(json.dumps(results | {"settings": {k: v for k, v in vars(args).items() if "python" not in k}}))
 
 

@@ -48,7 +48,8 @@ def main() -> None:
     result = {"ratio_vs_padded": seconds["padded"] / seconds["ours"], "memory_ratio": peak["ours"] / peak["padded"]}
     result |= {"activations_ratio": (peak["ours"] - held["ours"]) / (peak["padded"] - held["padded"])}
     result |= {"seconds": seconds, "peak_bytes": peak, "before_bytes": held, "gradient_norm": norms}
-    print(json.dumps(result | {"micro_batch": args.micro_batch, "dtype": args.dtype, "tokens": results["ours"][0]["tokens"]}))
+    result |= {"micro_batch": args.micro_batch, "dtype": args.dtype, "tokens": results["ours"][0]["tokens"]}
+    print(json.dumps(result))
 
 
 def measure(args) -> dict:

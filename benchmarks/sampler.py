@@ -85,15 +85,19 @@ def measure_vllm(args, prompts) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from grpo.vllm_engine import UNCHUNKED
+
     llm = LLM(
         args.model_path,
         dtype=args.dtype,
         max_model_len=max(map(len, prompts)) + args.max_new_tokens,
         max_num_seqs=args.places,
+        **UNCHUNKED,
         enable_lora=True,
         max_lora_rank=16,
         max_loras=1,
         generation_config="vllm",
+        enforce_eager=args.vllm_eager,
     )
     speeds: list[float] = []
     for turn in range(-1, args.turns):  # the first one warms up
@@ -176,6 +180,7 @@ def parse_args() -> argparse.Namespace:
     add("--places", type=int, default=64, help="completions decoded at a time")
     add("--max_new_tokens", type=int, default=256, help="limit of a completion")
     add("--turns", type=int, default=3, help="measurements of each")
+    add("--vllm_eager", action="store_true", help="vLLM without torch.compile, which needs a C++ compiler")
     add("--vllm_python", help="the Python of an environment with vLLM, to measure that as well")
     add("--adapter", help=argparse.SUPPRESS)  # set where this script runs itself for vLLM
     return parser.parse_args()

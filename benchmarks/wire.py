@@ -46,7 +46,7 @@ def main() -> None:
         if name == "ours":
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 journal, numbers = Journal(Path(folder), keep=True), iter(range(10**9))
-                row["journal_us"] = time_of(lambda b=blob: journal.put(next(numbers), b), args.repeats)
+                row["journal_us"] = time_of(lambda j=journal, n=numbers, b=blob: j.put(next(n), b), args.repeats)
         rows[name] = row
         print(f"{name:>7}: " + ", ".join(f"{key} {value:.0f}" for key, value in row.items()), flush=True)
     print(json.dumps({"group": [args.group_size, args.tokens, args.prompt], **rows}))

@@ -81,10 +81,13 @@ class AdapterStore:
         """All published versions, oldest first."""
         return sorted(int(p.name[1:]) for p in (self.path / "adapters").glob("v*") if p.name[1:].isdigit())
 
-    def publish(self, state: dict[str, torch.Tensor], config: LoraConfig, manifest_fields: dict) -> Manifest:
+    def publish(
+        self, state: dict[str, torch.Tensor], config: LoraConfig, manifest_fields: dict, card: str = ""
+    ) -> Manifest:
         """Write a new version and point `latest` at it; the version must be newer than all there are.
 
-        `state` is PEFT's state dict of the adapter; `manifest_fields` holds run_id, version, lora and canary.
+        `state` is PEFT's state dict of the adapter; `manifest_fields` holds run_id, version, lora and canary; `card` is
+        its README.md.
         """
         version = manifest_fields["version"]
         newest = max(self.versions(), default=-1)
@@ -97,6 +100,7 @@ class AdapterStore:
         config.save_pretrained(temporary)
         write_file(temporary / WEIGHTS, weights)
         write_file(temporary / MANIFEST, json.dumps(vars(manifest)).encode())
+        write_file(temporary / "README.md", card.encode())
         sync(temporary / CONFIG)
         sync(temporary)
         os.rename(temporary, self.folder(version))

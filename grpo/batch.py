@@ -34,8 +34,14 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if value is None else _move(value, device) for name, value in values.items()})
+
+
+def _move(value: torch.Tensor | Packed, device: torch.device) -> torch.Tensor | Packed:
+    if isinstance(value, torch.Tensor) and device.type == "cuda":
+        return value.pin_memory().to(device, non_blocking=True)  # the copy runs beside the GPU's work
+    return value.to(device)
 
 
 def pad_right(rows: list[torch.Tensor], width: int, value: float = 0) -> torch.Tensor:

@@ -106,6 +106,7 @@ class Collector:
                         f"its {name} is {facts[name]!r}, the run's first sampler has {expected!r}; "
                         f"start every sampler with the same {flag}"
                     )
+            self._shared.setdefault("dataset_name", str(header.get("dataset_name", ""))[:200])
             if self._book is None:
                 self._journal.note_data(self._shared)
                 self._book = TicketBook(num_prompts=self._shared["num_prompts"], **self._book_settings)
@@ -273,6 +274,11 @@ class Collector:
         """Groups that wait to be trained on."""
         with self._changed:
             return len(self._groups)
+
+    @property
+    def dataset_name(self) -> str:
+        """The first sampler's --dataset."""
+        return self._shared.get("dataset_name", "")
 
     @property
     def max_new_tokens(self) -> int:

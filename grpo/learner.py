@@ -27,6 +27,7 @@ from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, MetricsLog, group_metrics
+from grpo.model_card import model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.plan import Part, imbalance, make_plan
 from grpo.policy import canary_batch
@@ -53,8 +54,8 @@ class StepData:
 class Learner:
     """The engine with its adapter, and everything that a step needs besides the loss."""
 
-    def __init__(self, args, needs_reference: bool):
-        self.args, self._needs_reference = args, needs_reference
+    def __init__(self, args, needs_reference: bool, loss: str):
+        self.args, self._needs_reference, self._loss = args, needs_reference, loss
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
         self.channel = self.source = self.log = self.completions = None  # rank 0 alone has them
@@ -163,11 +164,22 @@ class Learner:
         if self.ranks.rank == 0:
             lora = {"rank": self.args.lora_rank, "alpha": self.args.lora_alpha, "targets": self.args.lora_targets}
             fields = {"run_id": self.run["run_id"], "version": self.version, "lora": lora, "canary": canary}
-            self.store.publish(state, self.engine.module.peft_config["default"], fields)
+            self.store.publish(state, self.engine.module.peft_config["default"], fields, self._card())
             checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
             pinned = self.source.pinned if self.source else set()
             self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
         self._published = self.version
+
+    def _card(self) -> str:
+        return model_card(
+            self.args.model_path,
+            self.version,
+            self._loss,
+            self.source.dataset_name if self.source else "",
+            vars(self.args) | {"ds_config": json.loads(Path(self.args.ds_config).read_text())},
+            self.log.curve if self.log else [],
+            self.source.evaluations if self.source else [],
+        )
 
     def save(self) -> None:
         """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""

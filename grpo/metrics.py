@@ -38,11 +38,13 @@ class Means:
 class MetricsLog:
     """Appends to `path` and prints a line a step; records after `steps_done` are of steps that will be done again."""
 
+    CURVE = ("step", "reward", "completions/mean_length")
     SHOWN = {"reward": "reward", "kl": "kl", "loss": "loss", "grad_norm": "grad", "step_time": "s/step"}
 
     def __init__(self, path: Path, steps_done: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = keep_steps(path, steps_done)
+        self.curve = [{name: record.get(name) for name in self.CURVE} for record in read_metrics(path)] if kept else []
         self._file = open(path, "a", encoding="utf-8")
         self._started = time.monotonic() - (kept["seconds"] if kept else 0.0)
 
@@ -50,6 +52,7 @@ class MetricsLog:
         """Write one step's record."""
         record = {"step": step, "seconds": round(time.monotonic() - self._started, 3)}
         record |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
+        self.curve.append({name: record.get(name) for name in self.CURVE})
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)

@@ -25,13 +25,15 @@ class Packed:
     predictors: torch.Tensor  # (M,) index into N: the token before each completion token, completion by completion
     prompt_of: torch.Tensor  # (B,) the prompt that a completion continues
     prompt_lengths: torch.Tensor  # (Q,)
-    prompt_distance: torch.Tensor  # (1, P, P) position of the query minus that of the key, negative where unseen
+    prompt_distance: torch.Tensor  # (1, P, P) int32, position of the query minus that of the key, negative where unseen
     completion_distance: torch.Tensor  # (B, W, P + W) the same of completions, to prompt and completion
     _masks: dict = field(default_factory=dict, init=False, repr=False)
 
     def to(self, device: torch.device) -> "Packed":
         """The same on `device`."""
-        return Packed(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.init})
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        pinned = {name: v.pin_memory() if device.type == "cuda" else v for name, v in values.items()}
+        return Packed(**{name: value.to(device, non_blocking=True) for name, value in pinned.items()})
 
     def attend(self, module, query, key, value, scaling: float | None = None, sliding_window=None, **settings):
         """Attention of one layer: query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
@@ -102,10 +104,10 @@ def pack_row(prompts: list[torch.Tensor], completions: list[torch.Tensor], promp
             last_of_prompt = int(starts[parent] + lengths[parent] - 1)
             predictors += [last_of_prompt, *range(next_token, next_token + len(row) - 1)]
             next_token += len(row) - 1
-    columns, prompt_columns = torch.arange(width), torch.arange(longest)
+    columns, prompt_columns = torch.arange(width, dtype=torch.int32), torch.arange(longest, dtype=torch.int32)
     prompt_distance = prompt_columns[:, None] - prompt_columns
-    to_prompt = lengths[of_row][:, None, None] + columns[:, None] - prompt_columns  # (B, W, P)
-    to_prompt = to_prompt.masked_fill(prompt_columns >= lengths[of_row][:, None, None], -1)
+    ends = lengths[of_row].int()[:, None, None]
+    to_prompt = (ends + columns[:, None] - prompt_columns).masked_fill(prompt_columns >= ends, -1)  # (B, W, P)
     to_own = (columns[:, None] - columns).expand(len(kept), -1, -1)
     return Packed(
         ids=torch.cat([*prompts, *kept]).long()[None],

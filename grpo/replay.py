@@ -48,6 +48,7 @@ class Replay:
             what = f"groups of step {missing[0]}" if missing else "any step"
             raise ValueError(f"--replay {folder}: its journal lacks {what}; only a run with --keep_journal has all")
         self.max_new_tokens = history.data["max_new_tokens"]
+        self.dataset_name = history.data.get("dataset_name", "")
 
     @property
     def last_step(self) -> int:

@@ -34,7 +34,7 @@ def run(job: dict) -> None:
     """Train --max_steps steps, each on the same groups."""
     args = training_worker.parse_args(job["flags"])
     training_worker.LOSS = getattr(utils, job["loss"])
-    learner = Learner(args, needs_reference=training_worker.beta(args) > 0)
+    learner = Learner(args, needs_reference=training_worker.beta(args) > 0, loss=job["loss"])
     learner._max_new_tokens = job["max_new_tokens"]
     groups = [unpack(path.read_bytes()) for path in sorted(Path(job["groups"]).glob("*.group"))]
     losses = []

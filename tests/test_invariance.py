@@ -190,7 +190,9 @@ ONE_RANK = {
     "tis": dict(config=dict(micro=4, accumulation=4), flags=["--tis_cap", "1.05"]),
     "by tokens": dict(config=dict(micro=4, accumulation=4), flags=["--max_tokens_per_micro_batch", "50"]),
     "equal, left out": dict(config=dict(micro=4, accumulation=4), groups="equal", flags=["--beta", "0"]),
-    "equal, run": dict(config=dict(micro=4, accumulation=4), groups="equal", flags=["--beta", "0", "--run_zero_groups"]),
+    "equal, run": dict(
+        config=dict(micro=4, accumulation=4), groups="equal", flags=["--beta", "0", "--run_zero_groups"]
+    ),
 }
 TWO_RANKS = {
     "two ranks": dict(config=dict(micro=8, accumulation=1)),

@@ -53,8 +53,8 @@ def test_flags_in_the_readme_exist():
     known = set()
     for worker in (sampling_worker, training_worker):
         known |= set(re.findall(r"--[a-z_]+", worker.make_parser().format_help()))
-    for program in ("demo/warm_start.py", "demo/smollm2.py", "demo/run.py", "benchmarks/sweep.py"):
-        known |= set(re.findall(r"--[a-z_]+", (ROOT / program).read_text()))
+    for program in [*(ROOT / "demo").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        known |= set(re.findall(r"--[a-z_]+", program.read_text()))
     pip = {"--no-deps"}
     assert set(re.findall(r"(?<![-\w])--[a-z][a-z_-]*", README)) - known - pip == set()
 

@@ -54,7 +54,8 @@ def test_the_whole_loop_with_vllm_is_on_policy_and_reports_the_mismatch(tmp_path
     flags = [*common, "--lora_path", run, "--dataset", questions, "--max_new_tokens", 24, "--device", "cpu"]
     flags += ["--engine", "vllm", "--max_prompt_length", 400]
     limits = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "REWARD": "even"}
-    actor = Worker([PYTHON, "-u", ROOT / "tests" / "sampler_with_reward.py", *flags], tmp_path / "sampler.log", **limits)
+    command = [PYTHON, "-u", ROOT / "tests" / "sampler_with_reward.py", *flags]
+    actor = Worker(command, tmp_path / "sampler.log", **limits)
     try:
         for worker in (trainer, actor):
             assert worker.wait(2 * LIMIT) == 0, worker.output()[-4000:]

@@ -140,6 +140,9 @@ def test_the_first_step_is_on_policy_and_the_adapter_loads_in_a_fresh_model(tmp_
     for name, tensor in state.items():
         assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
     assert manifest.version == 2
+    card = (run.path / "latest" / "README.md").read_text()
+    assert f"base_model: {run.model}" in card and "(grpo_loss)" in card and str(run.questions) in card
+    assert "| 1 to 1 |" in card and '"max_steps": 2' in card and "FOLDER" in card
 
     written = [json.loads(line) for line in (run.path / "completions.jsonl").read_text().split("\n") if line]
     assert len(written) == 2 * 8 and trainer.output().count("--- best: reward") == 1
@@ -269,10 +272,13 @@ def test_bfloat16_trains_and_its_first_step_is_on_policy_within_the_stated_bound
 
 @pytest.mark.slow
 def test_process_rewards_and_several_iterations_train_end_to_end(tmp_path, material, workers):
-    run = Run(tmp_path, material, steps=2, lr=0.05, learner_flags=["--num_iterations", 3, "--beta", 0])
-    trainer, actor = run.start_learner(workers), run.start_sampler(workers, REWARD="steps")
-    assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
+    flags = ["--num_iterations", 3, "--beta", 0, "--max_tokens_per_micro_batch", 60, "--resample_zero_groups", 2]
+    run = Run(tmp_path, material, steps=2, lr=0.05, learner_flags=flags)
+    more = ["--batch_size", 4, "--prompts_at_a_time", 3]  # completions of three prompts share the places of one
+    trainer, actor = run.start_learner(workers), run.start_sampler(workers, *more, REWARD="steps")
+    assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0, trainer.output()[-3000:] + actor.output()[-3000:]
     records = read_metrics(run.path / "metrics.jsonl")
+    assert all(record["learner/micro_batches"] > 1 and 0 <= record["learner/padding_share"] < 1 for record in records)
     assert all(record["grad_norm"] > 0 and "kl" not in record for record in records)
     assert records[0]["clip_ratio/region_mean"] > 0 and records[0]["approx_kl"] > 1e-4  # off-policy after the first
 
