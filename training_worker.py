@@ -36,6 +36,7 @@ from grpo.metrics import Means
 from grpo.models import ModelNotFound, quiet_libraries
 from grpo.ranks import RankLost
 from grpo.rollout import Group
+from grpo.trackers import NAMES
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 
 LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils.py
@@ -147,6 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards a step may replace by others")
     add("--run_zero_groups", action="store_true", help="run groups without advantages even if --beta is 0")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
+    add("--log_to", nargs="*", default=[], choices=NAMES, help="also log metrics to these, where installed")
     add("--log_completions", type=int, default=0, help="show samples every so many steps, and keep all; 0: off")
     add("--eval_steps", type=int, default=0, help="steps between evaluations on held-out questions; 0: none")
     add("--eval_limit", type=int, default=200, help="held-out questions of each evaluation")

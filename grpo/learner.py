@@ -4,6 +4,7 @@ Every rank builds a Learner and walks through `steps` together; rank 0 alone has
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ from grpo.policy import canary_batch
 from grpo.ranks import STEP, STOP, Ranks
 from grpo.replay import Replay
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
+from grpo.trackers import open_trackers
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
 CLAIM_SECONDS = 5.0  # how long port and folder are asked for
@@ -201,7 +203,8 @@ class Learner:
             if self.channel:
                 self.channel.stop_samplers(str(reason))
                 self.channel.close()
-            self.log.close()
+            for log in (self.log, *self.trackers):
+                log.close()
             if self.completions:
                 self.completions.close()
             print(f"run ended after {self.steps_done} steps ({reason}); adapter in {self.store.path / 'latest'}")
@@ -311,6 +314,8 @@ class Learner:
         """Rank 0: where groups come from, and where records go."""
         args = self.args
         self.log = MetricsLog(self.store.path / "metrics.jsonl", self.steps_done)
+        settings = vars(args) | {"ds_config": json.loads(Path(args.ds_config).read_text())}
+        self.trackers = open_trackers(args.log_to, self.store.path, self.run["run_id"], settings, self.steps_done)
         self.advisor = Advisor(args.num_iterations)
         if args.log_completions:
             path = self.store.path / "completions.jsonl"
@@ -457,6 +462,8 @@ class Learner:
         record |= {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
         record["groups"] = len(groups)
         self.log.log(self.steps_done, self.args.max_steps, record)
+        for tracker in self.trackers:
+            tracker.log(self.steps_done, {name: value for name, value in record.items() if math.isfinite(value)})
         for sentence in self.advisor.look(record, self.source.evaluations):
             print(f"note: {sentence}", flush=True)
 
