@@ -37,6 +37,7 @@ from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
 from grpo.generation import Completion
+from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
 from grpo.models import (
     DTYPES,
@@ -57,7 +58,8 @@ from grpo.vllm_engine import VllmPolicy
 from utils import check_answer, check_answer_lenient, check_format, reward_function
 
 TOO_LONG = "prompt longer than --max_prompt_length"
-MAX_LOGITS = 1 << 28  # elements that scoring may hold at a time: 1 GiB in float32
+MAX_TOKENS = 1 << 14  # completion tokens that are scored at a time
+MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
 def main() -> None:
@@ -144,9 +146,8 @@ class Sampler:
         self.places = self.args.batch_size or places_that_fit(
             self.policy.model, group_size, self.args.max_prompt_length, self.args.max_new_tokens
         )
-        self.groups_at_a_time = max(
-            1, MAX_LOGITS // (group_size * self.args.max_new_tokens * self.welcome["vocab_size"])
-        )  # in scoring
+        tokens = MAX_TOKENS if ways_that_fit(self.policy.model)[1] else MAX_LOGITS // self.welcome["vocab_size"]
+        self.groups_at_a_time = max(1, tokens // (group_size * self.args.max_new_tokens))  # in scoring
         return self
 
     def tickets(self) -> Iterator[list[Ticket]]:

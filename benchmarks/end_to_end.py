@@ -5,13 +5,14 @@
     .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --dataset gsm8k/train.jsonl
 
 Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores
-for both. TRL runs in one process, we in two that share the cores. The first step of each is warm-up. Memory is the peak
+for both. TRL runs in one process, we in two that share the cores. Times are medians over steps, but the first. Memory is the peak
 of the sum over processes of proportional set sizes, looked at five times a second. The last line is JSON.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, run in {"trl": start_trl, "ours": start_ours}.items():
             if args.only in (None, name):
-                results[name] = watch(run(args, Path(folder)), args)
+                results[name] = watch(*run(args, Path(folder)), Path(folder), args)
                 print(name, json.dumps(results[name]), flush=True)
     if len(results) == 2:
         ours, trl = results["ours"], results["trl"]
@@ -81,11 +82,10 @@ def start(command: list, log: Path, threads: int | None = None) -> subprocess.Po
         return subprocess.Popen([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
-def watch(started, args) -> dict:
+def watch(processes: list, records: Path, folder: Path, args) -> dict:
     """Wait for the processes and read what they recorded."""
     import psutil
 
-    processes, records = started
     peak, done = 0, threading.Event()
 
     def measure():
@@ -102,16 +102,23 @@ def watch(started, args) -> dict:
 
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
-    codes = [process.wait(args.limit) for process in processes]
-    done.set()
-    thread.join()
-    assert codes == [0] * len(codes), f"exit codes {codes}: see {records.parent}"
+    try:
+        codes = [process.wait(args.limit) for process in processes]
+    finally:
+        done.set()
+        thread.join()
+        for process in processes:
+            process.kill()
+    if any(codes):
+        logs = "".join(log.read_text(errors="replace")[-2000:] for log in folder.glob("*.log"))
+        sys.exit(f"exit codes {codes}:\n{logs}")
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     each = args.prompts * args.group_size
-    seconds = rows[-1]["seconds"] - rows[0]["seconds"]
+    times = [row["seconds"] for row in rows]
+    step = statistics.median(after - before for before, after in zip(times[:-1], times[1:], strict=True))
     return {
-        "completions_per_second": each * (len(rows) - 1) / seconds,
-        "seconds_per_step": seconds / (len(rows) - 1),
+        "completions_per_second": each / step,
+        "seconds_per_step": step,
         "peak": peak,
         "reward": [round(row["reward"], 3) for row in rows],
         "mean_length": [round(row["completions/mean_length"], 1) for row in rows],

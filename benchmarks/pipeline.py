@@ -84,7 +84,10 @@ def parse_args() -> argparse.Namespace:
     add("--efficiency", type=float, default=0.3, help="share of either that is reached")
     add("--generation_seconds", type=float, help="of one sampler for a step's groups, measured, in place of the model")
     add("--train_seconds", type=float, help="of the learner for a step, measured")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.gpus < 2:
+        parser.error(f"--gpus is {args.gpus}, each side needs one")
+    return args
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def measure_vllm(args, prompts) -> None:
         dtype=args.dtype,
         max_model_len=max(map(len, prompts)) + args.max_new_tokens,
         max_num_seqs=args.places,
-        **UNCHUNKED,
+        **({} if torch.cuda.is_available() else UNCHUNKED),
         enable_lora=True,
         max_lora_rank=16,
         max_loras=1,

@@ -59,6 +59,8 @@ def measure(value: str, folder: Path, args: argparse.Namespace) -> dict:
     if args.vary in counts:
         counts[args.vary] = int(value)
     if args.vary == "ranks":  # the same sequences a step
+        if config["gradient_accumulation_steps"] * args.ranks % int(value):
+            sys.exit(f"{config['gradient_accumulation_steps']} accumulation steps do not share out to {value} ranks")
         config["gradient_accumulation_steps"] = config["gradient_accumulation_steps"] * args.ranks // int(value)
     varied = [] if args.vary in ("learning_rate", *counts) else [f"--{args.vary}", value]
     (folder / "ds_config.json").write_text(json.dumps(config))

@@ -28,14 +28,14 @@ def run(model, layout, **inputs):
     return model(attention_mask=_all_seen(inputs["input_ids"].device), **{LAYOUT: layout}, **inputs)
 
 
-def own_attention(model, on: bool = True) -> bool:
-    """Let the model attend by `attend`, or by PyTorch's attention again; False where its attention is another."""
+def own_attention(model) -> bool:
+    """Let the model attend by `attend`; False where its attention cannot be exchanged."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return False
     if not all(getattr(part, "_supports_attention_backend", True) for part in model.modules()):
         return False
-    config._attn_implementation = NAME if on else "sdpa"
+    config._attn_implementation = NAME
     return True
 
 

@@ -7,11 +7,11 @@ by token id: any id may be the pad id. Each prompt is held once for all its comp
 Shapes: Q prompts, B sequences, P longest prompt, C longest completion, M completion tokens.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 
-from grpo.packed import Packed, pack_row
+from grpo.packed import Packed, move, pack_row
 
 PAD_ID = 0  # any valid id does: padded positions are masked by position
 
@@ -32,16 +32,12 @@ class Batch:
     sampling_logprobs: torch.Tensor | None = None  # (B, C) float32
     advantages: torch.Tensor | None = None  # (B, C) float32
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if value is None else _move(value, device) for name, value in values.items()})
-
-
-def _move(value: torch.Tensor | Packed, device: torch.device) -> torch.Tensor | Packed:
-    if isinstance(value, torch.Tensor) and device.type == "cuda":
-        return value.pin_memory().to(device, non_blocking=True)  # the copy runs beside the GPU's work
-    return value.to(device)
+        device = torch.device(device)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: move(value, device) for name, value in tensors.items()}
+        return replace(self, packed=self.packed.to(device), **moved)
 
 
 def pad_right(rows: list[torch.Tensor], width: int, value: float = 0) -> torch.Tensor:

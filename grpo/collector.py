@@ -18,6 +18,7 @@ from grpo.tickets import Ticket, TicketBook
 MAX_REPORTED = 50  # kinds of malformed groups
 
 # What samplers of one run must agree on, with the flag to change; the first sampler's values become the run's.
+EQUAL = "equal rewards"  # why a group was replaced
 _SHARED = {
     "dataset": "--dataset, --split or --system_prompt",
     "num_prompts": "--dataset or --split",
@@ -46,7 +47,7 @@ class Collector:
     ):
         self._run, self._welcome, self._journal = run, welcome, journal
         self._held_out = held_out
-        self._resample, self._resampled = resample, 0  # groups of equal rewards that each step may replace, and has
+        self._resample = resample  # groups of equal rewards that may be replaced, for each step so far
         self._turn: dict[str, bool] = {}  # sampler id -> whether held-out questions come next
         self._book_settings = dict(
             groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
@@ -82,8 +83,8 @@ class Collector:
             )
         waiting = self._groups.keys() - {t for ids in planned for t in ids}
         arrived = {ticket_id: self._groups[ticket_id].adapter_version for ticket_id in waiting}
-        self._book.restore(steps_done, max(version, steps_done), planned, arrived, finished)
         self._book.dropped.update(history.dropped.values())
+        self._book.restore(steps_done, max(version, steps_done), planned, arrived, finished)
         if self._welcome["needs_reference"] and any(group.ref_logprobs is None for group in self._groups.values()):
             raise ValueError("--beta is above 0, but the groups that wait in the journal have no reference log-probs")
 
@@ -163,14 +164,18 @@ class Collector:
             if self._book.arrive(ticket_id, group.adapter_version) == "accepted":
                 self.arrived += 1
                 self.last_arrival = time.monotonic()
-                if self._resampled < self._resample and group.step_rows is None and not reward_spread(group.rewards):
-                    self._resampled += 1
-                    self._book.drop(ticket_id, "equal rewards")
-                    self._journal.note_drop(ticket_id, "equal rewards")
+                if self._may_replace(group):
+                    self._book.drop(ticket_id, EQUAL)
+                    self._journal.note_drop(ticket_id, EQUAL)
                 else:
                     self._groups[ticket_id] = group
                 self._changed.notify_all()
         return True
+
+    def _may_replace(self, group: Group) -> bool:
+        """Whether further prompts may take the place of a group that teaches nothing (DAPO's dynamic sampling)."""
+        left = self._resample * (self._book.steps_done + 1) - self._book.dropped[EQUAL]
+        return left > 0 and group.step_rows is None and not reward_spread(group.rewards)
 
     def _receive_held_out(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
         with self._changed:
@@ -235,7 +240,6 @@ class Collector:
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""
         with self._changed:
-            self._resampled = 0
             self._trained += self._book.in_training
             self._book.finish_step(version)
             self._changed.notify_all()

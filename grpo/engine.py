@@ -67,6 +67,7 @@ def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine
     if args.gradient_checkpointing:
         model.enable_input_require_grads()  # the frozen embeddings would give the first block inputs without gradient
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # layers recompute in training mode only; dropout is off by configuration
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")

@@ -19,6 +19,7 @@ from grpo.attention import run
 from grpo.lean import lean
 from grpo.logprobs import ways_that_fit
 from grpo.models import has_full_attention, say_once
+from grpo.packed import move
 from grpo.shared_prompt import SharedPromptCache
 
 CHUNK = 256  # probabilities that are summed before the draw looks inside
@@ -99,7 +100,7 @@ def shares_prompts(model) -> bool:
     fits = has_full_attention(model) and ways_that_fit(model)[0]
     if not fits:
         kind = model.config.get_text_config().model_type
-        say_once(f"{kind} has other layers than full attention: decoding repeats prompts for each completion")
+        say_once(f"{kind} has an attention of its own: decoding repeats prompts for each completion")
     return fits
 
 
@@ -253,8 +254,7 @@ def _prefill(model, prompts: list[list[int]], device: torch.device):
 
 def _put(values: list, device: torch.device) -> torch.Tensor:
     """The values on the device; a GPU's queue is not waited for."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return move(torch.tensor(values, dtype=torch.int64), device)
 
 
 def _noise(seed: int, group_size: int, max_new_tokens: int) -> torch.Tensor:

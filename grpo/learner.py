@@ -71,6 +71,7 @@ class Learner:
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         config = read_ds_config(args.ds_config, self.ranks.size)
+        self._settings = vars(args) | {"ds_config": dict(config)}
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         self.engine, self.dtype = make_engine(model, args, config)
         self._start_or_resume(fingerprints)
@@ -123,7 +124,7 @@ class Learner:
         """Each micro-batch in turn; the engine steps after the last."""
         for i, batch in enumerate(data.micro_batches, 1):
             self.engine.set_gradient_accumulation_boundary(i == len(data.micro_batches))
-            yield batch
+            yield batch.to(self.engine.device)
 
     def finish_step(self, groups: list[Group], means: Means) -> None:
         """Publish, save, make room for new tickets, log."""
@@ -178,7 +179,7 @@ class Learner:
             self.version,
             self._loss,
             self.source.dataset_name if self.source else "",
-            vars(self.args) | {"ds_config": json.loads(Path(self.args.ds_config).read_text())},
+            self._settings,
             self.log.curve if self.log else [],
             self.source.evaluations if self.source else [],
         )
@@ -314,8 +315,9 @@ class Learner:
         """Rank 0: where groups come from, and where records go."""
         args = self.args
         self.log = MetricsLog(self.store.path / "metrics.jsonl", self.steps_done)
-        settings = vars(args) | {"ds_config": json.loads(Path(args.ds_config).read_text())}
-        self.trackers = open_trackers(args.log_to, self.store.path, self.run["run_id"], settings, self.steps_done)
+        self.trackers = open_trackers(
+            args.log_to, self.store.path, self.run["run_id"], self._settings, self.steps_done
+        )
         self.advisor = Advisor(args.num_iterations)
         if args.log_completions:
             path = self.store.path / "completions.jsonl"
@@ -442,7 +444,7 @@ class Learner:
             if getattr(parts[0].group, name) is not None:
                 setattr(batch, name, pad_right([row for part in parts for row in part.values(name)], width))
         batch.advantages = pad_right([row for part in parts for row in part.token_advantages()], width)
-        return batch.to(self.engine.device)
+        return batch
 
     def _log(self, groups: list[Group], averages: dict[str, float], trained: float) -> None:
         now = time.monotonic()

@@ -19,6 +19,7 @@ from grpo.head import headless, pick, pick_from_logits
 from grpo.models import attends_in_windows, say_once
 
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}  # of logits, relative
+_TEXT = torch.arange(3, 12)
 _ways: "weakref.WeakKeyDictionary[nn.Module, tuple[bool, bool]]" = weakref.WeakKeyDictionary()
 
 
@@ -57,24 +58,31 @@ def ways_that_fit(model: nn.Module) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def _try_ways(model: nn.Module) -> tuple[bool, bool]:
-    kind, head = model.config.get_text_config().model_type, _head(model)
-    device, ids = head.weight.device, torch.arange(3, 12)
-    batch = collate([ids[:4]], [ids[4:], ids[5:8]]).to(device)
+    config, head = model.config.get_text_config(), _head(model)
+    batch = collate([_TEXT[:4]], [_TEXT[4:], _TEXT[5:8]]).to(head.weight.device)
     logits = _padded(model, batch)
     with headless(head):
         hidden = _padded(model, batch)
-    plain = torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
+    capped = getattr(config, "final_logit_softcapping", None) is not None
+    plain = not capped and _apart(head(hidden), logits) < _ROUNDING[logits.dtype] / 10
     if not plain:
-        say_once(f"{kind} changes its head's output: logits of all completion tokens are held at a time")
+        say_once(f"{config.model_type} changes its head's output: logits of all completion tokens are held at a time")
+    before = config._attn_implementation
     packs = own_attention(model)
     if packs:
-        error = (_packed(model, batch) - logits).norm() / logits.norm()
-        packs = bool(error < _ROUNDING[logits.dtype]) and batch.packed.windowed == attends_in_windows(model)
-        if not packs:
-            own_attention(model, False)
+        try:  # far apart where the layout was not heard of
+            packs = _apart(_packed(model, batch), logits) < _ROUNDING[logits.dtype]
+        except (RuntimeError, TypeError):  # another kind of attention
+            packs = False
+        packs = packs and batch.packed.windowed == attends_in_windows(model)
     if not packs:
-        say_once(f"{kind} does not run packed rows: prompts are repeated for each completion")
+        config._attn_implementation = before
+        say_once(f"{config.model_type} does not run packed rows: prompts are repeated for each completion")
     return packs, plain
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def _head(model: nn.Module) -> nn.Module:

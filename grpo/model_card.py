@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed")
@@ -60,19 +61,23 @@ def model_card(
 
 def _curve(records: list[dict]) -> str:
     if not records:
-        return "No step has been trained."
+        return "The curve is in the run's metrics.jsonl."
     edges = [len(records) * i // min(ROWS, len(records)) for i in range(min(ROWS, len(records)) + 1)]
     lines = ["| steps | mean reward | mean length |", "| --- | --- | --- |"]
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         part = records[start:end]
-        reward, length = (
-            sum(record[name] or 0.0 for record in part) / len(part) for name in ("reward", "completions/mean_length")
-        )
+        reward, length = (_mean([record[name] for record in part]) for name in ("reward", "completions/mean_length"))
         lines.append(f"| {part[0]['step']} to {part[-1]['step']} | {reward:.3f} | {length:.1f} |")
     return "\n".join(lines)
 
 
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
 def _evaluation(evaluations: list[dict]) -> str:
+    evaluations = [one for one in evaluations if one.get("questions")]
     if not evaluations:
         return ""
     lines = ["## Held-out questions", ""]

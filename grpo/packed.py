@@ -8,7 +8,8 @@ Shapes: Q prompts, B completions, P longest prompt, W longest completion without
 M completion tokens, H query heads, K key heads, D head size.
 """
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,40 +26,37 @@ class Packed:
     predictors: torch.Tensor  # (M,) index into N: the token before each completion token, completion by completion
     prompt_of: torch.Tensor  # (B,) the prompt that a completion continues
     prompt_lengths: torch.Tensor  # (Q,)
-    prompt_distance: torch.Tensor  # (1, P, P) int32, position of the query minus that of the key, negative where unseen
-    completion_distance: torch.Tensor  # (B, W, P + W) the same of completions, to prompt and completion
-    _masks: dict = field(default_factory=dict, init=False, repr=False)
+    longest: int  # P
+    width: int  # W
+    _masks: dict = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> "Packed":
         """The same on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        pinned = {name: v.pin_memory() if device.type == "cuda" else v for name, v in values.items()}
-        return Packed(**{name: value.to(device, non_blocking=True) for name, value in pinned.items()})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: move(value, device) for name, value in tensors.items()}
+        return replace(self, **moved, _masks={})
 
     def attend(self, module, query, key, value, scaling: float | None = None, sliding_window=None, **settings):
         """Attention of one layer: query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
         settings = {"window": sliding_window, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling}
-        split, (longest, width) = len(self.prompt_places), (self.prompt_distance.shape[1], self.width)
+        split = len(self.prompt_places)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)
-        prompts = [_blocks(rows[:split], self.prompt_places, len(self.prompt_lengths), longest) for rows in (q, k, v)]
-        out = [self._attention(*prompts, "prompt_distance", **settings)[self.prompt_places]]
-        if width:
+        prompts = [
+            _blocks(rows[:split], self.prompt_places, len(self.prompt_lengths), self.longest) for rows in (q, k, v)
+        ]
+        out = [self._attention(*prompts, self._prompt_distance, **settings)[self.prompt_places]]
+        if self.width:
             of_row, places = self.prompt_of, self.completion_places
-            q, k, v = (_blocks(rows[split:], places, len(of_row), width) for rows in (q, k, v))
+            q, k, v = (_blocks(rows[split:], places, len(of_row), self.width) for rows in (q, k, v))
             k = torch.cat([prompts[1].index_select(0, of_row), k], 2)  # (B, K, P + W, D)
             v = torch.cat([prompts[2].index_select(0, of_row), v], 2)
-            out.append(self._attention(q, k, v, "completion_distance", **settings)[places])
+            out.append(self._attention(q, k, v, self._completion_distance, **settings)[places])
         return torch.cat(out)[None]
-
-    @property
-    def width(self) -> int:
-        """W."""
-        return self.completion_distance.shape[1]
 
     @property
     def size(self) -> int:
         """Places of the blocks in which attention is computed."""
-        return len(self.prompt_lengths) * self.prompt_distance.shape[1] + len(self.prompt_of) * self.width
+        return len(self.prompt_lengths) * self.longest + len(self.prompt_of) * self.width
 
     @property
     def padding(self) -> int:
@@ -70,25 +68,40 @@ class Packed:
         """Whether a layer has asked for a sliding window so far."""
         return any(window is not None for _, window, *_ in self._masks)
 
-    def _attention(self, query, key, value, distances: str, window: int | None, scaling: float) -> torch.Tensor:
-        """(R, H, T, D) queries on (R, K, S, D) keys -> (R * T, H, D)."""
+    def _attention(self, query, key, value, distance: Callable, window: int | None, scaling: float) -> torch.Tensor:
+        """(R, H, T, D) queries on (R, K, S, D) keys -> (R * T, H, D of the values)."""
         rows, heads, length, size = query.shape
         each = heads // key.shape[1]
         # query heads that share keys become more queries of one head: keys are not repeated
         folded = query.reshape(rows, heads // each, each * length, size)
-        mask = self._mask(distances, window, each, query.dtype)
+        mask = self._mask(distance, window, each, query.dtype)
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-        return out.view(rows, heads, length, size).transpose(1, 2).reshape(rows * length, heads, size)
+        out = out.reshape(rows, heads, length, value.shape[-1])
+        return out.transpose(1, 2).reshape(rows * length, heads, value.shape[-1])
 
-    def _mask(self, distances: str, window: int | None, each: int, dtype: torch.dtype) -> torch.Tensor:
+    def _mask(self, distance: Callable, window: int | None, each: int, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, made once for all layers: (R, 1, each * T, S)."""
-        which = distances, window, each, dtype
+        which = distance.__name__, window, each, dtype
         if which not in self._masks:
-            distance = getattr(self, distances)
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            apart = distance()
+            seen = apart >= 0 if window is None else (apart >= 0) & (apart < window)
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._masks[which] = mask.repeat(1, each, 1)[:, None]
         return self._masks[which]
+
+    def _prompt_distance(self) -> torch.Tensor:
+        """(1, P, P) position of the query minus that of the key; below 0 is unseen."""
+        columns = torch.arange(self.longest, dtype=torch.int32, device=self.ids.device)
+        return (columns[:, None] - columns)[None]
+
+    def _completion_distance(self) -> torch.Tensor:
+        """(B, W, P + W) the same from completions to their prompts and to themselves."""
+        columns, own = (
+            torch.arange(n, dtype=torch.int32, device=self.ids.device) for n in (self.longest, self.width)
+        )
+        ends = self.prompt_lengths[self.prompt_of].int()[:, None, None]
+        to_prompt = (ends + own[:, None] - columns).masked_fill(columns >= ends, -1)
+        return torch.cat([to_prompt, (own[:, None] - own).expand(len(self.prompt_of), -1, -1)], 2)
 
 
 def pack_row(prompts: list[torch.Tensor], completions: list[torch.Tensor], prompt_of: list[int]) -> Packed:
@@ -96,19 +109,12 @@ def pack_row(prompts: list[torch.Tensor], completions: list[torch.Tensor], promp
     kept = [completion[:-1] for completion in completions]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     width, longest = max(len(row) for row in kept), int(lengths.max())
-    starts = lengths.cumsum(0) - lengths
-    of_row = torch.tensor(prompt_of)
+    last_tokens = (lengths.cumsum(0) - 1).tolist()
     predictors, next_token = [], int(lengths.sum())
     for row, parent in zip(completions, prompt_of, strict=True):
         if len(row):
-            last_of_prompt = int(starts[parent] + lengths[parent] - 1)
-            predictors += [last_of_prompt, *range(next_token, next_token + len(row) - 1)]
+            predictors += [last_tokens[parent], *range(next_token, next_token + len(row) - 1)]
             next_token += len(row) - 1
-    columns, prompt_columns = torch.arange(width, dtype=torch.int32), torch.arange(longest, dtype=torch.int32)
-    prompt_distance = prompt_columns[:, None] - prompt_columns
-    ends = lengths[of_row].int()[:, None, None]
-    to_prompt = (ends + columns[:, None] - prompt_columns).masked_fill(prompt_columns >= ends, -1)  # (B, W, P)
-    to_own = (columns[:, None] - columns).expand(len(kept), -1, -1)
     return Packed(
         ids=torch.cat([*prompts, *kept]).long()[None],
         positions=torch.cat(
@@ -118,11 +124,16 @@ def pack_row(prompts: list[torch.Tensor], completions: list[torch.Tensor], promp
         prompt_places=_places(lengths.tolist(), longest),
         completion_places=_places([len(row) for row in kept], width),
         predictors=torch.tensor(predictors, dtype=torch.int64),
-        prompt_of=of_row,
+        prompt_of=torch.tensor(prompt_of),
         prompt_lengths=lengths,
-        prompt_distance=prompt_distance[None],
-        completion_distance=torch.cat([to_prompt, to_own], 2),
+        longest=longest,
+        width=width,
     )
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on `device`; to a GPU the copy runs beside its work."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _places(lengths: list[int], width: int) -> torch.Tensor:

@@ -26,6 +26,11 @@ class Part:
         """What the model has to run over: the prompt once, and the completions."""
         return len(self.group.prompt_ids) + int(self.group.lengths[self.rows.start : self.rows.stop].sum())
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of these completions."""
+        return int(self.group.lengths[self.rows.start : self.rows.stop].max())
+
     def token_advantages(self) -> list[torch.Tensor]:
         """One advantage for each token of each completion."""
         pairs = [(self.advantages[i], int(self.group.lengths[i])) for i in self.rows]
@@ -47,8 +52,8 @@ def make_plan(
 ) -> list[list[list[Part]]]:
     """The parts of each micro-batch of each rank: plan[rank][micro-batch].
 
-    A micro-batch has at most `max_rows` completions, or, where `max_tokens` is given, at most so many tokens (a
-    longer completion is alone). `skip_zero` leaves out groups whose advantages are all 0.
+    A micro-batch has at most `max_rows` completions, or, where `max_tokens` is given, at most so many tokens, padded to
+    its longest completion (a longer one is alone). `skip_zero` leaves out groups whose advantages are all 0.
     """
     chosen = [pair for pair in zip(groups, advantages, strict=True) if not skip_zero or pair[1].any()]
     size = _rows_of_a_part(chosen, ranks, max_rows, max_tokens)
@@ -57,17 +62,46 @@ def make_plan(
         for group, values in chosen
         for start in range(0, group.size, size)
     ]
-    costs = [part.tokens for part in parts]
-    room = max(1, len(parts)) if max_tokens else max_rows // size
-    for count in range(max(1, math.ceil(len(parts) / (ranks * room))), len(parts) + 2):
-        shares = deal(costs, ranks * count, room)
-        if not max_tokens or all(len(share) < 2 or sum(costs[i] for i in share) <= max_tokens for share in shares):
-            break
-    idle = Part(groups[0], torch.zeros_like(advantages[0]), range(1), counts=False)
+    bins = _by_tokens(parts, ranks, max_tokens) if max_tokens else _by_rows(parts, ranks, max_rows // size)
     # micro-batches that run at the same time are neighbours in size, for the ranks wait for each other after each
-    shares.sort(key=lambda share: -sum(costs[i] for i in share))
-    bins = [[parts[i] for i in share] or [idle] for share in shares]
+    bins.sort(key=lambda share: -sum(part.tokens for part in share))
+    idle = Part(groups[0], torch.zeros_like(advantages[0]), range(1), counts=False)
+    bins += [[idle]] * (-len(bins) % ranks if bins else ranks)
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def _by_rows(parts: list[Part], ranks: int, room: int) -> list[list[Part]]:
+    """Micro-batches of at most `room` parts and nearly equal work, a multiple of `ranks` where there is enough."""
+    count = ranks * max(1, math.ceil(len(parts) / (ranks * room)))
+    shares = deal([part.tokens for part in parts], count, room)
+    return [[parts[i] for i in share] for share in shares if share]
+
+
+def _by_tokens(parts: list[Part], ranks: int, max_tokens: int) -> list[list[Part]]:
+    """Micro-batches of completions of similar length, as equal as the number that `max_tokens` needs lets them be."""
+    by_length = sorted(parts, key=lambda part: -part.longest)
+    most = math.ceil(len(_fill(by_length, max_tokens)) / ranks) * ranks
+    low, high = 1, max_tokens  # the least limit that needs no more micro-batches
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_fill(by_length, middle)) <= most else (middle + 1, high)
+    return _fill(by_length, high)
+
+
+def _fill(parts: list[Part], limit: int) -> list[list[Part]]:
+    bins: list[list[Part]] = []
+    for part in parts:
+        if bins and _padded([*bins[-1], part]) <= limit:
+            bins[-1].append(part)
+        else:
+            bins.append([part])
+    return bins
+
+
+def _padded(parts: list[Part]) -> int:
+    """Tokens of a micro-batch if all completions were as long as the longest; each prompt counts once."""
+    prompts = {id(part.group): len(part.group.prompt_ids) for part in parts}
+    return sum(prompts.values()) + sum(len(part.rows) for part in parts) * max(part.longest for part in parts)
 
 
 def imbalance(plan: list[list[list[Part]]]) -> float:
@@ -101,7 +135,7 @@ def _rows_of_a_part(chosen: list, ranks: int, max_rows: int, max_tokens: int) ->
         return math.gcd(max_rows, group_size)
     sizes = [size for size in range(group_size, 0, -1) if group_size % size == 0]
     for size in sizes:
-        longest = max(len(g.prompt_ids) + size * int(g.lengths.max()) for g, _ in chosen)
-        if longest <= max_tokens and len(chosen) * group_size // size >= ranks:
+        largest = max(len(group.prompt_ids) + size * int(group.lengths.max()) for group, _ in chosen)
+        if 2 * largest <= max_tokens and len(chosen) * group_size // size >= 2 * ranks:  # enough to share out
             return size
     return 1

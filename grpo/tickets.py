@@ -101,7 +101,7 @@ class TicketBook:
                 self.held[ticket_id] = sampler_id
 
     def _issue_until(self, ticket_id: int, known: set[int]) -> None:
-        if self.max_staleness == 0:  # the tickets of a step are granted in one go
+        if self.max_staleness == 0 and not self.dropped:  # the tickets of a step are granted in one go
             ticket_id = -(-ticket_id // self.groups_per_step) * self.groups_per_step
         self.returned += [t for t in range(self.next_ticket, ticket_id) if t not in known]
         heapq.heapify(self.returned)

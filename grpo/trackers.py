@@ -1,7 +1,7 @@
 """The run's metrics in the tools that people watch runs with: TensorBoard, Weights & Biases, Trackio.
 
-None of them is a requirement; metrics.jsonl has everything. After a crash the steps that are trained again replace
-those that were logged before.
+None of them is a requirement; metrics.jsonl has everything. In TensorBoard the steps that are trained again after a
+crash replace those that were logged before; the others keep what they have.
 """
 
 import importlib
@@ -35,7 +35,8 @@ class Remote:
 
     def __init__(self, module, folder: Path, run_id: str, settings: dict):
         self._module = module
-        module.init(project="grpo", name=f"{folder.name}-{run_id[:8]}", config=settings, resume="allow")
+        same = {"id": run_id} if module.__name__ == "wandb" else {}
+        module.init(project="grpo", name=f"{folder.name}-{run_id[:8]}", config=settings, resume="allow", **same)
 
     def log(self, step: int, record: dict[str, float]) -> None:
         """One step."""

@@ -36,6 +36,7 @@ class VllmPolicy(Policy):
         self._llm = self._request = None
 
     def _load(self, store: AdapterStore, version: int, run_id: str) -> None:
+        before = self.version, self.sha256
         super()._load(store, version, run_id)
         from vllm.lora.request import LoRARequest
 
@@ -47,6 +48,7 @@ class VllmPolicy(Policy):
         gap, base = self._canary_gaps()
         limit = CANARY_TOLERANCE[self.dtype]
         if not gap <= max(limit, base):
+            self.version, self.sha256 = before
             raise AdapterError(f"vLLM gives the canary text log-probs {gap:.4f} nats away from ours (limit {limit})")
 
     def _canary_gaps(self) -> tuple[float, float]:

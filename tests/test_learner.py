@@ -11,8 +11,10 @@ from peft import LoraConfig
 from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
+from grpo.batch import collate
 from grpo.engine import adapter_state, make_engine, precision, read_ds_config
 from grpo.learner import Learner
+from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
 from grpo.ranks import Ranks
@@ -93,6 +95,20 @@ def test_gradients_reach_every_lora_b_with_checkpointing(order):
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_learner_recomputes_layers_when_told_to(ranks, tmp_path, checkpointing):
+    config = read_ds_config(str(ds_config(tmp_path / "ds.json", micro=1, accumulation=1)), 1)
+    engine, _ = make_engine(tiny_model(), arguments(gradient_checkpointing=checkpointing), config)
+    calls = []
+    layer = engine.module.get_base_model().model.layers[0]
+    layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = collate([torch.tensor([5, 6])], [torch.tensor([7, 8, 9])] * 2)
+    completion_logprobs(engine, batch, 1.0)  # the first call also tries what fits
+    calls.clear()
+    engine.backward(completion_logprobs(engine, batch, 1.0)[0].sum())
+    assert len(calls) == 1 + checkpointing
 
 
 def test_a_frozen_model_is_refused_by_name(ranks, tmp_path):

@@ -31,7 +31,7 @@ def test_wandb_and_its_likes_get_the_run_and_each_step(tmp_path, monkeypatch):
     (tracker,) = open_trackers(["wandb"], tmp_path / "mine", "0123456789", {"lr": 1}, 0)
     tracker.log(1, {"reward": 2.0})
     tracker.close()
-    assert calls[0]["name"] == "mine-01234567" and calls[0]["config"] == {"lr": 1}
+    assert calls[0]["name"] == "mine-01234567" and calls[0]["id"] == "0123456789" and calls[0]["config"] == {"lr": 1}
     assert calls[1:] == [(1, {"reward": 2.0}), "finish"]
 
 
