@@ -5,8 +5,9 @@
     .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --dataset gsm8k/train.jsonl
 
 Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores
-for both. TRL runs in one process, we in two that share the cores. Times are medians over steps, but the first. Memory is the peak
-of the sum over processes of proportional set sizes, looked at five times a second. The last line is JSON.
+for both. TRL runs in one process, we in two that share the cores. Times are medians over all steps but the first.
+Memory is the peak of the sum over processes of proportional set sizes, looked at five times a second. The last line is
+JSON.
 """
 
 import argparse
