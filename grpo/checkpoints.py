@@ -24,6 +24,7 @@ from grpo.files import sync, write_file
 from grpo.ranks import Ranks
 
 COMPLETE = "complete.json"
+FULL = 1 << 20  # bytes; a disk with less free is full
 KEPT = 2  # checkpoints, so that one is whole whatever happens to the other
 
 
@@ -46,8 +47,10 @@ def save_checkpoint(engine, folder: Path, step: int, ranks: Ranks) -> None:
     place = folder / f"step{step:08d}"
     try:
         engine.save_checkpoint(str(folder), tag=place.name, exclude_frozen_parameters=True)
-    except RuntimeError as error:  # torch's zip writer on a full disk
-        raise OSError(f"checkpoint {place} could not be written: {error}") from error
+    except RuntimeError as error:  # torch's zip writer on a full disk, which does not say so
+        full = shutil.disk_usage(folder).free < FULL
+        reason = "No space left on device" if full else error
+        raise OSError(f"checkpoint {place} could not be written: {reason}") from error
     ranks.add_up([0])  # every rank has written its part
     if ranks.rank == 0:
         for path in place.iterdir():
