@@ -12,6 +12,7 @@ import http.client
 import http.server
 import json
 import pickle
+import socket
 import statistics
 import sys
 import tempfile
@@ -129,6 +130,7 @@ def round_trip_http(write: Callable, read: Callable, repeats: int) -> float:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_POST(self):
             read(self.rfile.read(int(self.headers["Content-Length"])))
@@ -143,6 +145,8 @@ def round_trip_http(write: Callable, read: Callable, repeats: int) -> float:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def post():
         connection.request("POST", "/", body=write())

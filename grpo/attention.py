@@ -20,6 +20,9 @@ def attend(module, query, key, value, attention_mask, **settings):
     layout = settings.pop(LAYOUT, None)
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    strange = [name for name in ("s_aux", "softcap") if settings.get(name) is not None]
+    if strange:
+        raise NotImplementedError(f"attention with {strange[0]}")
     return layout.attend(module, query, key, value, **settings), None
 
 

@@ -7,6 +7,7 @@ before each completion, one whose logits are not its head's output is asked for 
 Shapes: Q prompts, B sequences, P prompt, C completion, M completion tokens, h hidden size, V vocabulary.
 """
 
+import math
 import weakref
 
 import torch
@@ -70,11 +71,13 @@ def _try_ways(model: nn.Module) -> tuple[bool, bool]:
     before = config._attn_implementation
     packs = own_attention(model)
     if packs:
-        try:  # far apart where the layout was not heard of
-            packs = _apart(_packed(model, batch), logits) < _ROUNDING[logits.dtype]
-        except (RuntimeError, TypeError):  # another kind of attention
-            packs = False
-        packs = packs and batch.packed.windowed == attends_in_windows(model)
+        try:
+            error = _apart(_packed(model, batch), logits)
+        except (NotImplementedError, RuntimeError, TypeError):  # another kind of attention
+            error = math.inf
+        # every layer heard of the layout, and attends no other way; half precision may round too much to tell by values
+        packs = batch.packed.calls == config.num_hidden_layers and batch.packed.windowed == attends_in_windows(model)
+        packs = packs and (error < _ROUNDING[torch.float32] or (logits.dtype != torch.float32 and error < math.inf))
     if not packs:
         config._attn_implementation = before
         say_once(f"{config.model_type} does not run packed rows: prompts are repeated for each completion")

@@ -28,6 +28,7 @@ class Packed:
     prompt_lengths: torch.Tensor  # (Q,)
     longest: int  # P
     width: int  # W
+    calls: int = 0  # layers that have attended by it so far
     _masks: dict = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> "Packed":
@@ -38,6 +39,7 @@ class Packed:
 
     def attend(self, module, query, key, value, scaling: float | None = None, sliding_window=None, **settings):
         """Attention of one layer: query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
+        self.calls += 1
         settings = {"window": sliding_window, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling}
         split = len(self.prompt_places)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, D)

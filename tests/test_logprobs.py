@@ -45,6 +45,16 @@ def test_every_model_here_runs_packed_rows_but_the_one_with_soft_caps():
     fits = {name: ways_that_fit(make()) for name, make in MODELS.items()}
     assert fits.pop("gemma 2, soft caps") == (False, False)
     assert set(fits.values()) == {(True, True)}
+    assert ways_that_fit(MODELS["llama"]().bfloat16()) == ways_that_fit(MODELS["gpt2"]().half()) == (True, True)
+
+
+def test_a_model_with_half_of_its_layers_of_another_kind_does_not_run_packed_rows():
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *inputs, grpo_layout=None, **settings: forward(*inputs, **settings)
+    assert ways_that_fit(model) == (False, True)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
