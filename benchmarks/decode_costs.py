@@ -40,8 +40,8 @@ def main() -> None:
     operations, traffic = rates(args.device, dtype)
     print(f"{operations / 1e9:.0f} GFLOP/s in matrix products, {traffic / 1e9:.1f} GB/s in sums, {args.dtype}")
     rows = []
-    for name, values in VARIED.items():
-        for value in values:
+    for name in args.vary:
+        for value in VARIED[name]:
             cell = BASE | {name: value}
             with lean(model.eval()):
                 seconds = measure(model, args.steps, **cell)
@@ -112,6 +112,7 @@ def parse_args() -> argparse.Namespace:
     add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-Instruct").expanduser()), help="the model")
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 on CPUs without bf16 instructions")
     add("--device", default="cpu", help="cpu or cuda:0")
+    add("--vary", nargs="+", choices=list(VARIED), default=list(VARIED), help="the dimensions to go through")
     add("--steps", type=int, default=4, help="steps measured in each cell")
     return parser.parse_args()
 
