@@ -62,7 +62,7 @@ def measure(model, steps: int, batch: int, completion: int, prompt: int, group: 
     count = max(1, batch // group)
     prompts = torch.randint(10, 1000, (count, prompt)).tolist()
     engine = _SharedPrompts(model, prompts, group, completion + steps + 1, count)
-    engine.start(engine.room([], deque(range(count))))
+    engine.start(engine.room([], deque(range(count))), 0)
     engine._cache.lengths += completion
     engine._age.update(dict.fromkeys(range(count), completion))
     live = list(range(count * group))

@@ -19,15 +19,15 @@ import time
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data import encode_prompt, load_examples
+from benchmarks.workload import load_adapted, load_prompts, make_parser
+from data import load_examples
 from grpo.batch import collate
 from grpo.logprobs import completion_logprobs, ways_that_fit
-from grpo.models import DTYPES, add_lora, load_model, load_tokenizer
+from grpo.models import load_tokenizer
 
 
 def main() -> None:
@@ -54,12 +54,7 @@ def main() -> None:
 
 def measure(args) -> dict:
     """Seconds of the second of two steps, peak memory, and the gradient's norm."""
-    torch.manual_seed(0)
-    model = load_model(args.model_path).to(args.device, DTYPES[args.dtype])
-    model = add_lora(model, LoraConfig(r=16, target_modules="all-linear")).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=1e-3)
+    model = load_adapted(args, args.dtype).train()
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -114,29 +109,19 @@ def micro_batches(args) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """(prompt, completions) of each micro-batch: a group, or equal parts of it."""
     tokenizer, examples = load_tokenizer(args.model_path), load_examples(args.dataset)
     result = []
-    for i in range(args.prompts):
-        prompt = torch.tensor(encode_prompt(tokenizer, examples[i].question))
+    for i, prompt in enumerate(load_prompts(args, tokenizer)):
         texts = [examples.rows[args.prompts + i * args.group_size + j]["answer"] for j in range(args.group_size)]
         group = [torch.tensor(tokenizer(text).input_ids[: args.max_new_tokens]) for text in texts]
         for start in range(0, len(group), args.micro_batch):
-            result.append((prompt, group[start : start + args.micro_batch]))
+            result.append((torch.tensor(prompt), group[start : start + args.micro_batch]))
     return result
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-Instruct").expanduser()), help="the model")
-    add("--dataset", default="gsm8k", help="whose questions and solutions are taken")
-    add("--dtype", choices=sorted(DTYPES), default="float32", help="of weights and forward passes")
-    add("--device", default="cpu", help="cpu or cuda:0")
-    add("--prompts", type=int, default=8, help="prompts")
-    add("--group_size", type=int, default=8, help="completions of each")
     add("--micro_batch", type=int, default=8, help="completions in a forward pass")
-    add("--max_new_tokens", type=int, default=256, help="limit of a completion")
     add("--gradient_checkpointing", action="store_true", help="recompute activations, both ways")
     add("--turns", type=int, default=3, help="measurements of each")
     add("--way", choices=("padded", "ours"), help="measure this one only, once, in this process")

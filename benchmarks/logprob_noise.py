@@ -13,16 +13,15 @@ import sys
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data import encode_prompt, load_examples
+from benchmarks.workload import load_adapted, load_prompts, make_parser
 from grpo.batch import collate
 from grpo.generation import generate
 from grpo.logprobs import completion_logprobs
-from grpo.models import DTYPES, add_lora, eos_token_ids, load_model, load_tokenizer
+from grpo.models import DTYPES, eos_token_ids, load_tokenizer
 
 GRPO_CLIP, GSPO_CLIP = 0.2, 3e-4
 
@@ -30,18 +29,12 @@ GRPO_CLIP, GSPO_CLIP = 0.2, 3e-4
 def main() -> None:
     """A line for each dtype."""
     args = parse_args()
-    tokenizer, examples = load_tokenizer(args.model_path), load_examples(args.dataset)
-    prompts = [encode_prompt(tokenizer, examples[i].question) for i in range(args.prompts)]
+    tokenizer = load_tokenizer(args.model_path)
+    prompts = load_prompts(args, tokenizer)
     rows = []
     for dtype in args.dtypes:
-        torch.manual_seed(0)
-        model = load_model(args.model_path)
-        eos_ids = eos_token_ids(model, tokenizer)
-        model = add_lora(model.to(args.device, DTYPES[dtype]), LoraConfig(r=16, target_modules="all-linear")).eval()
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=1e-3)
-        rows.append({"dtype": dtype} | noise(model, prompts, eos_ids, args))
+        model = load_adapted(args, dtype)
+        rows.append({"dtype": dtype} | noise(model, prompts, eos_token_ids(model, tokenizer), args))
         print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"model": args.model_path, "rows": rows}))
 
@@ -77,17 +70,9 @@ def noise(model, prompts, eos_ids, args) -> dict:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = make_parser(__doc__, prompts=4, group_size=4, max_new_tokens=64)
     add = parser.add_argument
-    add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-Instruct").expanduser()), help="the model")
-    add("--dataset", default="gsm8k", help="whose first prompts are taken")
-    add("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32", "bfloat16"], help="of weights and passes")
-    add("--device", default="cpu", help="cpu or cuda:0")
-    add("--prompts", type=int, default=4, help="prompts")
-    add("--group_size", type=int, default=4, help="completions of each")
-    add("--max_new_tokens", type=int, default=128, help="limit of a completion")
+    add("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32", "bfloat16"], help="a line for each")
     return parser.parse_args()
 
 

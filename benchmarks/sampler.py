@@ -20,32 +20,24 @@ import time
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data import encode_prompt, load_examples
+from benchmarks.workload import load_adapted, load_prompts, make_parser
 from grpo.generation import generate
-from grpo.models import DTYPES, add_lora, eos_token_ids, load_model, load_tokenizer
+from grpo.models import eos_token_ids, load_tokenizer
 
 
 def main() -> None:
     """Measure both in turn."""
     args = parse_args()
     tokenizer = load_tokenizer(args.model_path)
-    examples = load_examples(args.dataset)
-    prompts = [encode_prompt(tokenizer, examples[i].question) for i in range(args.prompts)]
+    prompts = load_prompts(args, tokenizer)
     if args.adapter:
         return measure_vllm(args, prompts)
-    torch.manual_seed(0)
-    model = load_model(args.model_path)
+    model = load_adapted(args, args.dtype)
     eos_ids = eos_token_ids(model, tokenizer)
-    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = add_lora(model.to(args.device, DTYPES[args.dtype]), lora).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=1e-3)
     ways = {"generate": by_transformers, "ours": by_ours}
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(args.turns):
@@ -92,7 +84,7 @@ def measure_vllm(args, prompts) -> None:
         dtype=args.dtype,
         max_model_len=max(map(len, prompts)) + args.max_new_tokens,
         max_num_seqs=args.places,
-        **({} if torch.cuda.is_available() else UNCHUNKED),
+        **UNCHUNKED,
         enable_lora=True,
         max_lora_rank=16,
         max_loras=1,
@@ -167,18 +159,9 @@ def by_transformers(model, prompts, eos_ids, args, seed: int) -> int:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = make_parser(__doc__, dtype="bfloat16")
     add = parser.add_argument
-    add("--model_path", default=str(Path("~/.cache/grpo/SmolLM2-135M-Instruct").expanduser()), help="the model")
-    add("--dataset", default="gsm8k", help="whose first prompts are taken")
-    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 on CPUs without bf16 instructions")
-    add("--device", default="cpu", help="cpu or cuda:0")
-    add("--prompts", type=int, default=8, help="prompts")
-    add("--group_size", type=int, default=8, help="completions of each")
     add("--places", type=int, default=64, help="completions decoded at a time")
-    add("--max_new_tokens", type=int, default=256, help="limit of a completion")
     add("--turns", type=int, default=3, help="measurements of each")
     add("--vllm_eager", action="store_true", help="vLLM without torch.compile, which needs a C++ compiler")
     add("--vllm_python", help="the Python of an environment with vLLM, to measure that as well")

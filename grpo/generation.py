@@ -72,7 +72,7 @@ def _decode(
     while live or waiting:
         new = engine.room(live, waiting)
         if new:
-            started = engine.start(new)
+            started = engine.start(new, len(live))
             live += [prompt * group_size + g for prompt in new for g in range(group_size)]
             rows = _put(live, device)
             logits = started if logits is None else torch.cat([logits, started])
@@ -142,7 +142,6 @@ class _SharedPrompts:
         longest = max(len(prompt) for prompt in prompts)
         rows = min(self._live_limit, len(prompts) * group_size)
         self._cache = SharedPromptCache(model.config, slots, group_size, rows, longest, max_new_tokens, self._device)
-        self._started = 0  # rows in use
         self._free = list(range(slots))  # a heap: the lowest first, for a step costs what the highest in use costs
         self._slot: dict[int, int] = {}  # prompt -> slot
         self._slot_of = torch.zeros(len(prompts), dtype=torch.int64, device=self._device)  # the same on the device
@@ -159,19 +158,17 @@ class _SharedPrompts:
             self._slot[new[-1]] = heapq.heappop(self._free)
         return new
 
-    def start(self, new: list[int]) -> torch.Tensor:
-        """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
+    def start(self, new: list[int], live: int) -> torch.Tensor:
+        """Prefill these prompts, beside `live` completions: (len(new) * G, V) logits of the first tokens."""
         logits, cache, mask = _prefill(self._model, [self._prompts[i] for i in new], self._device)
         slots = _put([self._slot[prompt] for prompt in new], self._device)
         self._slot_of[_put(new, self._device)] = slots
         self._cache.put_prompts(slots, cache, mask)
-        before, self._started = self._started, self._started + len(new) * self._group_size
-        self._cache.start_rows(before, self._started)
+        self._cache.start_rows(live, live + len(new) * self._group_size)
         return logits.repeat_interleave(self._group_size, 0)
 
     def keep(self, kept: list[int], index: torch.Tensor) -> None:
         """Only these of the live completions go on, in this order; `index` holds them on the device."""
-        self._started = len(kept)
         moved = [(source, target) for target, source in enumerate(kept) if source != target]
         if moved:
             sources, targets = zip(*moved, strict=True)
@@ -210,7 +207,7 @@ class _PaddedPrompts:
         """The next batch once this one is done."""
         return [] if live else [waiting.popleft() for _ in range(min(self._at_a_time, len(waiting)))]
 
-    def start(self, new: list[int]) -> torch.Tensor:
+    def start(self, new: list[int], live: int) -> torch.Tensor:
         """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
         logits, self._cache, mask = _prefill(self._model, [self._prompts[i] for i in new], self._device)
         self._cache.batch_repeat_interleave(self._group_size)

@@ -24,21 +24,12 @@ def pick(head: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, temperature: 
     if type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters()):
         with _whole(head):
             return _FrozenHead.apply(hidden, head.weight, head.bias, ids, temperature)
-    vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    parts = [
-        checkpoint(_pick_by_module, head, chunk, some, temperature, use_reentrant=False)  # made again in backward
-        for chunk, some in zip(hidden.split(rows), ids.split(rows), strict=True)
-    ]
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs, entropies
+    return _in_chunks(head, head.weight.shape[0], hidden, ids, temperature)
 
 
 def pick_from_logits(logits: torch.Tensor, ids: torch.Tensor, temperature: float):
     """The same from (M, V) logits."""
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    entropy = torch.special.entr(logp.detach().exp()).sum(-1)
-    return logp.gather(-1, ids[:, None]).squeeze(-1), entropy
+    return _in_chunks(nn.Identity(), logits.shape[1], logits, ids, temperature)
 
 
 @contextlib.contextmanager
@@ -54,8 +45,21 @@ def headless(head: nn.Module):
             head.forward = before
 
 
-def _pick_by_module(head, hidden, ids, temperature):
-    return pick_from_logits(head(hidden), ids, temperature)
+def _in_chunks(head: nn.Module, vocabulary: int, rows: torch.Tensor, ids: torch.Tensor, temperature: float):
+    """By autograd: the float32 logits of a chunk of rows are made again in the backward pass."""
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    parts = [
+        checkpoint(_pick, head, chunk, some, temperature, use_reentrant=False)
+        for chunk, some in zip(rows.split(size), ids.split(size), strict=True)
+    ]
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropies
+
+
+def _pick(head: nn.Module, rows: torch.Tensor, ids: torch.Tensor, temperature: float):
+    logp = torch.log_softmax(head(rows).float() / temperature, dim=-1)
+    entropy = torch.special.entr(logp.detach().exp()).sum(-1)
+    return logp.gather(-1, ids[:, None]).squeeze(-1), entropy
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -11,8 +11,8 @@ import math
 import weakref
 
 import torch
+from peft import PeftModel
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo.attention import own_attention, run
 from grpo.batch import Batch, collate
@@ -40,7 +40,7 @@ def completion_logprobs(model: nn.Module, batch: Batch, temperature: float) -> t
             hidden = forward(model, batch)  # (M, h)
         logprobs, entropies = pick(head, hidden, ids, temperature)
     else:
-        logprobs, entropies = checkpoint(pick_from_logits, forward(model, batch), ids, temperature, use_reentrant=False)
+        logprobs, entropies = pick_from_logits(forward(model, batch), ids, temperature)
     return tuple(
         torch.zeros(batch.completion_ids.numel(), device=ids.device)
         .index_copy(0, batch.places, values)
@@ -52,6 +52,7 @@ def completion_logprobs(model: nn.Module, batch: Batch, temperature: float) -> t
 def ways_that_fit(model: nn.Module) -> tuple[bool, bool]:
     """Whether the model runs packed rows, and whether its logits are its head's output: tried once on a short text."""
     inner = getattr(model, "module", model)  # a DeepSpeed engine's own config is not the model's
+    inner = inner.get_base_model() if isinstance(inner, PeftModel) else inner  # with an adapter it is the same model
     if inner not in _ways:
         _ways[inner] = _try_ways(inner)
     return _ways[inner]

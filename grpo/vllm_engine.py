@@ -15,7 +15,7 @@ from grpo.policy import CANARY_TOLERANCE, Policy, canary_batch
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the LoRA ranks that vLLM can be set up for
 # On a CPU vLLM cannot go on with a seed's noise after a prompt that it took in in pieces, so it takes none in pieces.
-UNCHUNKED = {"enable_chunked_prefill": False, "max_num_batched_tokens": 16384}
+UNCHUNKED = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False, "max_num_batched_tokens": 16384}
 
 
 class VllmPolicy(Policy):
@@ -111,7 +111,7 @@ def _start(rank: int, **settings):
         raise ValueError(f"--engine vllm: vLLM is not installed here ({error}); see the README") from error
     return LLM(
         **settings,
-        **({} if torch.cuda.is_available() else UNCHUNKED),
+        **UNCHUNKED,
         enable_lora=True,
         max_loras=1,
         max_lora_rank=next(size for size in RANKS if size >= rank),
