@@ -6,8 +6,14 @@
 
 Same model, LoRA, questions, reward, group size, lengths, loss, beta and learning rate, one update a batch, all cores
 for both. TRL runs in one process, we in two that share the cores. Times are medians over all steps but the first.
-Memory is the peak of the sum over processes of proportional set sizes, looked at five times a second. The last line is
-JSON.
+Memory is the peak of the sum over processes of proportional set sizes, looked at every second. The last line is JSON.
+
+Do both learn the same? On the model of the demo,
+whose reward moves within minutes (runs/demo is what ./run.sh demo leaves):
+
+    .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --model_path runs/demo/model \
+        --dataset runs/demo/problems/train.jsonl --system_prompt "Think, then answer." --prompts 16 --micro_batch 64 \
+        --max_new_tokens 40 --learning_rate 2e-3 --beta 0 --steps 40
 """
 
 import argparse
@@ -23,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from data import SYSTEM_PROMPT
 
 
 def main() -> None:
@@ -63,13 +71,17 @@ def start_ours(args, folder: Path):
     common = ["--model_path", args.model_path, "--port", 5954]
     learner = [ROOT / "training_worker.py", *common, "--save_path", run, "--ds_config", folder / "ds.json"]
     learner += ["--max_steps", args.steps, "--group_size", args.group_size, "--beta", args.beta, "--save_steps", 1000]
-    learner += ["--max_staleness", args.max_staleness, *args.learner_flags.split()]
+    learner += ["--max_staleness", args.max_staleness, "--seed", args.seed, *args.learner_flags.split()]
     sampler = [ROOT / "sampling_worker.py", *common, "--lora_path", run, "--dataset", args.dataset, "--device", "cpu"]
     sampler += ["--batch_size", args.prompts * args.group_size, "--max_new_tokens", args.max_new_tokens]
     sampler += ["--old_logprobs", "sampled", *args.sampler_flags.split()]  # exact in fp32
+    sampler += ["--system_prompt", args.system_prompt]
     processes = [
-        start([sys.executable, "-u", *command], folder / name, threads=args.threads)
-        for name, command in (("learner.log", learner), ("sampler.log", sampler))
+        start([sys.executable, "-u", *command], folder / name, threads)
+        for name, command, threads in (
+            ("learner.log", learner, args.threads),
+            ("sampler.log", sampler, args.sampler_threads),
+        )
     ]
     return processes, run / "metrics.jsonl"
 
@@ -78,7 +90,7 @@ def start(command: list, log: Path, threads: int | None = None) -> subprocess.Po
     """A process whose output goes to `log`."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}  # none spins on a shared core
     with open(log, "w") as file:
         return subprocess.Popen([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, env=environment)
 
@@ -91,7 +103,7 @@ def watch(processes: list, records: Path, folder: Path, args) -> dict:
 
     def measure():
         nonlocal peak
-        while not done.wait(0.2):
+        while not done.wait(1.0):  # reading the page tables of gigabytes takes a core a tenth of a second
             total = 0
             for process in processes:
                 try:
@@ -134,12 +146,12 @@ def run_trl(args) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from data import SYSTEM_PROMPT
     from utils import reward_function
 
     rows = [json.loads(line) for line in Path(args.dataset).read_text().splitlines()]
     prompts = [
-        [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}] for row in rows
+        [{"role": "system", "content": args.system_prompt}, {"role": "user", "content": row["question"]}]
+        for row in rows
     ]
     golds = [row["answer"].rpartition("####")[2].strip() for row in rows]
 
@@ -165,6 +177,7 @@ def run_trl(args) -> None:
         lr_scheduler_type="constant",
         beta=args.beta,
         loss_type="grpo",
+        seed=args.seed,
         temperature=1.0,
         bf16=False,
         use_cpu=True,
@@ -201,9 +214,12 @@ def parse_args() -> argparse.Namespace:
     add("--micro_batch", type=int, default=8, help="completions in one forward and backward pass")
     add("--max_new_tokens", type=int, default=128, help="limit of a completion")
     add("--learning_rate", type=float, default=3e-4, help="of AdamW")
+    add("--seed", type=int, default=0, help="of both sides")
+    add("--system_prompt", default=SYSTEM_PROMPT, help="system turn of the prompts")
     add("--beta", type=float, default=0.04, help="weight of the KL term")
     add("--max_staleness", type=int, default=1, help="ours; TRL's batches are always on-policy")
-    add("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of each of our two processes")
+    add("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of our learner")
+    add("--sampler_threads", type=int, default=os.cpu_count(), help="of our sampler, which also uses what is left")
     add("--learner_flags", default="", help="more flags of ours")
     add("--sampler_flags", default="", help="more flags of ours")
     add("--trl_gradient_checkpointing", action="store_true", help="TRL's default; slower, with less memory")

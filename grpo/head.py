@@ -70,13 +70,15 @@ class _FrozenHead(torch.autograd.Function):
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(ids), rows):
             part = slice(start, start + rows)
-            logp = nn.functional.linear(hidden[part], weight, bias).float().div_(temperature)
-            logp.sub_(logp.logsumexp(-1, keepdim=True))
-            logprobs[part] = logp.gather(-1, ids[part, None]).squeeze(-1)
-            p = logp.exp_()
-            entropies[part] = torch.special.entr(p).sum(-1)
+            logits = nn.functional.linear(hidden[part], weight, bias).float().div_(temperature)
+            logits.sub_(logits.amax(-1, keepdim=True))
+            p = logits.exp()  # not yet divided by its sum
+            total = p.sum(-1)
+            logprobs[part] = logits.gather(-1, ids[part, None]).squeeze(-1) - total.log()
+            entropies[part] = total.log() - torch.linalg.vecdot(p, logits) / total
             if slopes is not None:
-                slopes[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
+                mean = p.to(weight.dtype) @ weight / total[:, None]  # sum_v p_v w_v
+                slopes[part] = (weight[ids[part]] - mean) / temperature
         if slopes is not None:
             ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(entropies)
