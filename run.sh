@@ -20,6 +20,8 @@ usage: ./run.sh VERB [FLAGS]
 
 Variables: TRAINER_GPUS=0,1  SAMPLER_GPUS=2   which GPUs each side takes
            TRAINER_RANKS=2                    ranks of the learner on a machine without GPU
+           HOSTFILE=file                      the learner on all nodes of DeepSpeed's hostfile, by ssh; without ssh
+           NODE_RANK=0 MASTER_ADDR=address    start it on each node with its number and the first node's address
            PYTHON=python3.12  VENV=folder     which Python makes the environment, and where
 Trainer and sampler also write trainer.log and sampler.log in the folder they are started from.
 END
@@ -63,9 +65,13 @@ setup() {
     ) 9>"$VENV/.lock"
 }
 
-# Copy all further output to a file.
+# Copy all further output to a file, without the live line that the learner redraws if a terminal is at the other end.
 log_to() {
-    exec > >(tee -i -a "$1") 2>&1
+    if [ -t 1 ]; then
+        export GRPO_TERMINAL
+        GRPO_TERMINAL=$(tput cols 2>/dev/null || echo 80)
+    fi
+    exec > >(tee -i >(trap '' INT TERM && exec sed -u $'s/.*\r//' >>"$1")) 2>&1
 }
 
 # Run a command in a process group of its own and pass Ctrl-C and SIGTERM on to all of it: DeepSpeed's outer launcher
@@ -84,8 +90,16 @@ run_group() {
 trainer() {
     local count launch
     count=$(gpu_count)
-    if [ "$count" -eq 0 ]; then
-        export CUDA_VISIBLE_DEVICES=
+    [ "$count" -eq 0 ] && export CUDA_VISIBLE_DEVICES=
+    if [ -n "${HOSTFILE:-}" ]; then
+        [ -f "$HOSTFILE" ] || fail "HOSTFILE $HOSTFILE is no file"
+        [ -z "${TRAINER_GPUS:-}${TRAINER_RANKS:-}" ] || fail "HOSTFILE gives the ranks: leave TRAINER_GPUS and TRAINER_RANKS out"
+        launch=(--hostfile "$HOSTFILE")
+        MASTER_PORT=${MASTER_PORT:-29500}  # the same on all nodes
+        if [ -n "${NODE_RANK:-}" ]; then
+            launch+=(--no_ssh --node_rank "$NODE_RANK" --master_addr "${MASTER_ADDR:?is the first node: set it with NODE_RANK}")
+        fi
+    elif [ "$count" -eq 0 ]; then
         launch=(--num_gpus "${TRAINER_RANKS:-2}")
     else
         local gpus=0,1

@@ -59,6 +59,7 @@ from utils import check_answer, check_answer_lenient, check_format, reward_funct
 
 TOO_LONG = "prompt longer than --max_prompt_length"
 MAX_TOKENS = 1 << 14  # completion tokens that are scored at a time
+EVALUATION = ("limit", "samples", "temperature", "dtype", "evaluate_output")  # flags without meaning in a run
 MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
@@ -476,6 +477,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
     if args.evaluate and args.engine != "transformers":
         parser.error(f"--evaluate decodes by our own loop: leave --engine {args.engine} out")
+    for name in () if args.evaluate else EVALUATION:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is for --evaluate; in a run it is the learner's matter, leave it out here")
+    if args.engine == "vllm" and args.device not in ("cpu", "cuda", "cuda:0"):
+        parser.error(
+            f"--device {args.device}: vLLM takes the first GPU that it sees; start with CUDA_VISIBLE_DEVICES="
+            f"{args.device.rpartition(':')[2]} and --device cuda:0"
+        )
     check_device(parser, args.device)
     return args
 

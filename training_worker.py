@@ -10,7 +10,8 @@ Deviations from the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1):
 1. Sampling and training overlap: a group may be --max_staleness steps old; the ratio to its own policy corrects for it.
 2. One denominator for the whole optimizer step, whatever its split over ranks and micro-batches.
 3. The standard deviation of a group has 1e-4 added, and equal rewards give advantages of exactly 0.
-4. The reference policy is the base model, the adapter switched off; it is not renewed.
+4. The reference policy is the base model, the adapter switched off, and is not renewed; --init_adapter makes it the
+   adapter that training starts from, --ref_sync_steps has it follow the policy.
 
 Shapes: B sequences of a micro-batch, G completions of a prompt, C completion tokens.
 """
@@ -144,8 +145,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora_rank", type=int, default=16, help="rank of the LoRA matrices")
     add("--lora_alpha", type=float, default=32, help="scale of the LoRA update: alpha / rank")
     add("--lora_targets", default="all-linear", help="all-linear, or module names separated by commas")
+    add("--init_adapter", help="PEFT adapter to start from, which is the first reference too; replaces --lora_*")
+    add("--ref_sync_steps", type=int, default=0, help="steps between renewals of the reference (TR-DPO); 0: none")
+    add("--ref_mixup_alpha", type=float, default=0.6, help="the policy's share in a renewed reference; 1: all")
     add("--max_tokens_per_micro_batch", type=int, default=0, help="size of micro-batches in tokens; 0: in rows")
-    add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards a step may replace by others")
+    add("--resample_zero_groups", type=int, default=0, help="groups of equal rewards to replace by others, "
+        "at most so many a step on average")  # fmt: skip
     add("--run_zero_groups", action="store_true", help="run groups without advantages even if --beta is 0")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward: less memory")
     add("--log_to", nargs="*", default=[], choices=NAMES, help="also log metrics to these, where installed")
@@ -167,7 +172,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
-    for name in ("max_steps", "max_staleness", "eval_steps", "max_tokens_per_micro_batch", "resample_zero_groups"):
+    for name in ("max_steps", "max_staleness", "eval_steps", "max_tokens_per_micro_batch", "resample_zero_groups",
+                 "ref_sync_steps"):  # fmt: skip
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:
@@ -179,8 +185,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature}, it must be above 0")
-    if args.beta is not None and args.beta < 0:
-        parser.error(f"--beta is {args.beta}, it must not be negative")
+    for name in ("beta", "clip_eps", "clip_eps_high"):
+        if (getattr(args, name) or 0) < 0:
+            parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
+    if args.tis_cap is not None and args.tis_cap <= 0:
+        parser.error(f"--tis_cap is {args.tis_cap}, it must be above 0")
+    if args.ref_sync_steps and not beta(args):
+        parser.error(f"--ref_sync_steps {args.ref_sync_steps} renews the reference of the KL term: give --beta above 0")
     if args.publish_steps > args.max_staleness + 1:
         parser.error(
             f"--publish_steps {args.publish_steps} leaves groups older than --max_staleness {args.max_staleness}; "
@@ -190,8 +201,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--eval_limit is {args.eval_limit}, it can be {MAX_QUESTIONS} at most")
     if args.replay and args.eval_steps:
         parser.error("--replay has no samplers to answer held-out questions: leave --eval_steps out")
-    if args.eval_steps % args.publish_steps:
-        parser.error(f"--eval_steps {args.eval_steps} is no multiple of --publish_steps {args.publish_steps}")
+    if args.replay and args.ref_sync_steps:
+        parser.error("--replay has the references' log-probs already: leave --ref_sync_steps out")
+    for name in ("eval_steps", "ref_sync_steps"):
+        if getattr(args, name) % args.publish_steps:
+            parser.error(f"--{name} {getattr(args, name)} is no multiple of --publish_steps {args.publish_steps}")
+    if not 0 < args.ref_mixup_alpha <= 1:
+        parser.error(f"--ref_mixup_alpha is {args.ref_mixup_alpha}, it must be above 0 and at most 1")
     if not Path(args.ds_config).is_file():
         parser.error(f"--ds_config {args.ds_config} is no file")
     return args

@@ -23,7 +23,7 @@ from data import load_examples
 from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
-from grpo.metrics import draw_curve, plot_curves, read_metrics
+from grpo.metrics import draw_curve, read_metrics
 from grpo.models import eos_token_ids, load_model, load_tokenizer, quiet_libraries
 from grpo.policy import Policy
 from sampling_worker import held_out_questions, judge
@@ -61,11 +61,11 @@ def main() -> None:
         "seconds": round(time.monotonic() - started, 1),
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_curves(records, run / "curve.png")
     print(draw_curve(rewards, "mean reward a step (at most 2.25)"))
     say(f"mean reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} (first and last five steps)")
     say(f"held-out accuracy {before:.2f} -> {after:.2f} (sampled)")
-    say(f"curve in {run / 'curve.png'}, numbers in {run / 'summary.json'}; {summary['seconds']:.0f} s in all")
+    say(f"numbers in {run / 'summary.json'}; {summary['seconds']:.0f} s in all")
+    say(f"everything about the run: {run / 'report.html'} (a picture: {run / 'curves.png'})")
 
 
 def make_model(folder: Path, problems: Path, model: Path, seed: int) -> None:

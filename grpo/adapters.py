@@ -3,6 +3,7 @@
     save_path/run.json                  which run this folder belongs to
     save_path/adapters/v00000012/       PEFT's own format plus manifest.json (version, sha256, LoRA shape, canary)
     save_path/latest                    symlink to the newest version
+    save_path/references/v00000000/     the same, for the KL term (grpo/reference.py)
 
 A version is written under a temporary name, fsynced and renamed, then `latest` is replaced, so a reader meets whole
 versions only. Nothing is edited in place. A reader takes the file's bytes into memory, compares hash, keys and shapes,
@@ -41,13 +42,14 @@ class Manifest:
     sha256: str  # of the weights file
     lora: dict  # rank, alpha, targets
     canary: list[float]  # log-probs of a fixed text with this version, see grpo/policy.py
+    reference: int | None = None  # its version in references/, None for the base model
 
 
 class AdapterStore:
-    """One run's adapter folder, at either side."""
+    """One run's adapter folder, at either side; `kind` is adapters or references."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser().resolve()
+    def __init__(self, path: str | Path, kind: str = "adapters"):
+        self.path, self._kind = Path(path).expanduser().resolve(), kind
 
     def read_run(self) -> dict | None:
         """The content of run.json, or None while there is none."""
@@ -69,32 +71,32 @@ class AdapterStore:
         held = lock(self.path / ".lock")
         if held is None:
             raise AdapterError(f"another learner is at work in --save_path {self.path}: end it, or choose another")
-        for leftover in (self.path / "adapters").glob(".tmp-*"):  # of a learner that was killed while publishing
+        for leftover in self.path.glob("*/.tmp-v*"):  # of a learner that was killed while publishing
             shutil.rmtree(leftover)
         return held
 
     def folder(self, version: int) -> Path:
         """Where a version lies."""
-        return self.path / "adapters" / f"v{version:08d}"
+        return self.path / self._kind / f"v{version:08d}"
 
     def versions(self) -> list[int]:
         """All published versions, oldest first."""
-        return sorted(int(p.name[1:]) for p in (self.path / "adapters").glob("v*") if p.name[1:].isdigit())
+        return sorted(int(p.name[1:]) for p in (self.path / self._kind).glob("v*") if p.name[1:].isdigit())
 
     def publish(
         self, state: dict[str, torch.Tensor], config: LoraConfig, manifest_fields: dict, card: str = ""
     ) -> Manifest:
-        """Write a new version and point `latest` at it; the version must be newer than all there are.
+        """Write a new version, newer than all there are; of adapters, point `latest` at it.
 
-        `state` is PEFT's state dict of the adapter; `manifest_fields` holds run_id, version, lora and canary; `card` is
-        its README.md.
+        `state` is PEFT's state dict of the adapter; `manifest_fields` holds the Manifest's fields but for the hash;
+        `card` is its README.md.
         """
         version = manifest_fields["version"]
         newest = max(self.versions(), default=-1)
         assert version > newest, f"version {version} after version {newest} in {self.path}"
         weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, {"format": "pt"})
         manifest = Manifest(sha256=hashlib.sha256(weights).hexdigest(), **manifest_fields)
-        temporary = self.path / "adapters" / f".tmp-v{version:08d}"
+        temporary = self.folder(version).with_name(f".tmp-v{version:08d}")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a learner that was killed here
         temporary.mkdir(parents=True)
         config.save_pretrained(temporary)
@@ -104,7 +106,8 @@ class AdapterStore:
         sync(temporary / CONFIG)
         sync(temporary)
         os.rename(temporary, self.folder(version))
-        self._point_latest(version)
+        if self._kind == "adapters":
+            self._point_latest(version)
         return manifest
 
     def prune(self, keep_newest: int, keep: set[int]) -> None:
@@ -118,17 +121,9 @@ class AdapterStore:
         folder = self.folder(version)
         try:
             manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
-            config = LoraConfig.from_pretrained(str(folder))
-            weights = (folder / WEIGHTS).read_bytes()
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise AdapterError(f"adapter version {version} in {folder} cannot be read: {error}") from error
-        found = hashlib.sha256(weights).hexdigest()
-        if found != manifest.sha256:
-            raise AdapterError(f"{folder / WEIGHTS} has sha256 {found[:12]}, its manifest says {manifest.sha256[:12]}")
-        try:
-            return manifest, config, load(weights)  # from memory: a mapped file could change under the reader
-        except (SafetensorError, ValueError) as error:
-            raise AdapterError(f"{folder / WEIGHTS} is no safetensors file: {error}") from error
+        return manifest, *read_adapter(folder, manifest.sha256)
 
     def wait_for(self, at_least: int, limit: float) -> int:
         """The newest version, once it is `at_least`; AdapterError after `limit` seconds without one."""
@@ -152,6 +147,22 @@ class AdapterStore:
         sync(self.path)
 
 
+def read_adapter(folder: Path, sha256: str | None = None) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """PEFT config and tensors of an adapter folder; AdapterError if it holds none, or weights of another hash."""
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+        weights = (folder / WEIGHTS).read_bytes()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error
+    found = hashlib.sha256(weights).hexdigest()
+    if sha256 and found != sha256:
+        raise AdapterError(f"{folder / WEIGHTS} has sha256 {found[:12]}, its manifest says {sha256[:12]}")
+    try:
+        return config, load(weights)  # from memory: a mapped file could change under the reader
+    except (SafetensorError, ValueError) as error:
+        raise AdapterError(f"{folder / WEIGHTS} is no safetensors file: {error}") from error
+
+
 def find_adapter(lora_path: str) -> str | None:
     """The adapter folder that --lora_path means: a run's newest version, or a PEFT folder; None for "none"."""
     if lora_path == "none":
@@ -163,11 +174,14 @@ def find_adapter(lora_path: str) -> str | None:
     raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
 
 
-def copy_into(model, state: dict[str, torch.Tensor], origin: str) -> None:
-    """Put an adapter's tensors into a PEFT model; AdapterError, and nothing changed, unless keys and shapes all fit."""
-    present = get_peft_model_state_dict(model)
+def copy_into(model, state: dict[str, torch.Tensor], origin: str, name: str = "default") -> None:
+    """Put tensors into the adapter `name` of a PEFT model.
+
+    AdapterError, and nothing changed, unless keys and shapes all fit.
+    """
+    present = get_peft_model_state_dict(model, adapter_name=name)
     wrong = sorted(present.keys() ^ state.keys())
-    wrong += [name for name in present.keys() & state.keys() if present[name].shape != state[name].shape]
+    wrong += [key for key in present.keys() & state.keys() if present[key].shape != state[key].shape]
     if wrong:
         raise AdapterError(f"{origin} does not fit the model's LoRA layers, for instance {wrong[0]}")
-    set_peft_model_state_dict(model, state)
+    set_peft_model_state_dict(model, state, adapter_name=name)

@@ -16,6 +16,7 @@ class Advisor:
         self._num_iterations = num_iterations
         self._recent: deque[dict] = deque(maxlen=WINDOW)
         self._first_entropy = self._first_reward = None
+        self._top_rate = 0.0
         self._evaluations: list[dict] = []
         self._said: set[str] = set()
 
@@ -111,15 +112,19 @@ class Advisor:
         dropped = self._recent[-1].get(name, 0) - self._recent[0].get(name, 0)
         trained = sum(record.get("groups", 0) for record in list(self._recent)[1:])
         if len(self._recent) == WINDOW and dropped > 0.2 * (dropped + trained):
+            late, kept = self._recent[-1].get("groups/stale_mean_length"), self._mean("completions/mean_length")
+            lengths = f" (mean length {late:.0f} tokens, of those trained on {kept:.0f})" if late and kept else ""
             return (
-                f"{dropped} of {dropped + trained:.0f} groups came too late to be trained on, and late ones are the "
-                "long ones: raise --max_staleness, or lower the sampler's --batch_size"
+                f"{dropped} of {dropped + trained:.0f} groups came too late to be trained on{lengths}; if these are "
+                "long, the policy learns from the short: raise --max_staleness, or lower the sampler's --batch_size"
             )
         return None
 
     def _small_rate(self) -> str | None:
-        rate = self._recent[-1].get("learning_rate")
-        if len(self._recent) == WINDOW and rate is not None and 0 < rate < 2e-5:
+        first, rate = (record.get("learning_rate") or 0.0 for record in (self._recent[0], self._recent[-1]))
+        self._top_rate = max(self._top_rate, rate)
+        warming_up = rate > first
+        if len(self._recent) == WINDOW and 0 < self._top_rate < 2e-5 and not warming_up:
             return (
                 f"at a learning rate of {rate:g} a LoRA adapter hardly moves: 1e-4 to 1e-3 is usual "
                 "(ds_config.json; the README has a table)"

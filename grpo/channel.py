@@ -11,6 +11,7 @@ introduce itself again (WHO); every wait has a limit, says what it waits for, an
 
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,6 +190,18 @@ class _Endpoint:
 
     def _tick(self, now: float) -> None:
         raise NotImplementedError
+
+
+def numeric(host: str) -> str:
+    """The address of a host name, for a socket listens at addresses alone.
+
+    Raises:
+        ChannelError: a name that this machine cannot resolve.
+    """
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ChannelError(f"--host {host} is no address and no name that is known here: {error.strerror}") from error
 
 
 class LearnerChannel(_Endpoint):

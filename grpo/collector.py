@@ -60,6 +60,7 @@ class Collector:
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
         self._reported: set[str] = set()  # kinds of malformed groups
+        self._stale_lengths: list[float] = []  # mean length of each group that came too late
         self.last_arrival = time.monotonic()
         if journal.history.data:
             self._restore(steps_done, version)
@@ -226,7 +227,7 @@ class Collector:
             while True:
                 if self._book is not None:
                     for ticket_id in self._book.drop_stale():
-                        del self._groups[ticket_id]
+                        self._stale_lengths.append(float(self._groups.pop(ticket_id).lengths.float().mean()))
                         self._journal.note_drop(ticket_id, "stale")
                     ticket_ids = self._book.start_step()
                     if ticket_ids is not None:
@@ -272,6 +273,12 @@ class Collector:
         """How many tickets were dropped, by reason."""
         with self._changed:
             return dict(self._book.dropped) if self._book else {}
+
+    @property
+    def stale_length(self) -> float | None:
+        """Mean length of the completions that came too late, None without any."""
+        with self._changed:
+            return sum(self._stale_lengths) / len(self._stale_lengths) if self._stale_lengths else None
 
     @property
     def queue(self) -> int:

@@ -30,6 +30,7 @@ from grpo.engine import groups_per_step, precision, read_ds_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
 from grpo.models import load_tokenizer
+from grpo.reference import load_init_adapter
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,7 +57,7 @@ def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Names
     mine, argv = own.parse_known_args(argv)
     parsed, unknown = [], []
     for name, module in (("trainer", training_worker), ("sampler", sampling_worker)):
-        known, rest = _share_of(module.make_parser(), argv)
+        known, rest = _share_of(module.make_parser(), argv, leave_out=sampling_worker.EVALUATION if parsed else ())
         unknown.append(set(rest))
         errors = io.StringIO()
         try:
@@ -70,14 +71,17 @@ def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Names
     return (min(mine.ranks, gpus) if gpus else mine.ranks), *parsed
 
 
-def _share_of(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
-    """The part of `argv` that a parser knows, and the flags that it does not."""
+def _share_of(
+    parser: argparse.ArgumentParser, argv: list[str], leave_out: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """The part of `argv` that a parser knows, less some flags, and the flags that it does not know."""
     known, rest, take = [], [], True
     for part in argv:
         if part.startswith("--"):
-            take = part.partition("=")[0] in parser._option_string_actions
+            name = part.partition("=")[0]
+            take = name in parser._option_string_actions and name[2:] not in leave_out
             if not take:
-                rest.append(part.partition("=")[0])
+                rest.append(name)
         if take:
             known.append(part)
     return known, rest
@@ -165,8 +169,9 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
     path = learner.model_path
     if path != sampler.model_path:
         raise ValueError(f"--model_path is {path} and {sampler.model_path}: give both the same")
-    if not load_tokenizer(path).chat_template:
-        raise ValueError(f"the tokenizer of --model_path {path} has no chat template: take another model")
+    load_tokenizer(path)
+    if learner.init_adapter:
+        load_init_adapter(Path(learner.init_adapter).expanduser())
     with torch.device("meta"):  # counts without loading
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     empty.tie_weights()

@@ -1,6 +1,7 @@
 """DeepSpeed around a LoRA model: reading ds_config.json, building the engine, taking the adapter out of it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -8,7 +9,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
+from grpo.adapters import AdapterError, copy_into
 from grpo.models import DTYPES, add_lora
+from grpo.reference import load_init_adapter
 
 
 def read_ds_config(path: str, ranks: int) -> dict:
@@ -33,9 +36,21 @@ def read_ds_config(path: str, ranks: int) -> dict:
             f"--ds_config {path} has train_batch_size {total}, but {sizes[0]} a micro-batch x {sizes[1]} accumulation "
             f"steps x {ranks} ranks are {sizes[0] * sizes[1] * ranks}; leave train_batch_size out"
         )
+    automatic = sorted(name for name, value in flatten(config) if value == "auto")
+    if automatic:
+        raise ValueError(f'--ds_config {path} has "auto" for {automatic[0]}; give a number')
     if "optimizer" not in config:
         raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
     return config
+
+
+def flatten(config: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The entries of nested objects, as (name.name, value) pairs."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def groups_per_step(ds_config: dict, ranks: int, group_size: int, path: str) -> int:
@@ -50,20 +65,13 @@ def groups_per_step(ds_config: dict, ranks: int, group_size: int, path: str) -> 
     return sequences // group_size
 
 
-def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine, str]:
-    """Put a fresh LoRA adapter on the model and hand its parameters, and no others, to DeepSpeed."""
+def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tuple[deepspeed.DeepSpeedEngine, str]:
+    """Put a LoRA adapter on the model, fresh or from the folder `start`, and hand its parameters alone to DeepSpeed."""
     dtype = precision(ds_config)
     if dtype == "float16" and not get_accelerator().is_fp16_supported():
         raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {args.ds_config}, or put bf16 there")
-    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
-    lora = LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
-    )
-    model.to(DTYPES[dtype])
-    try:
-        model = add_lora(model, lora)
-    except ValueError as error:
-        raise ValueError(f"--lora_targets {args.lora_targets} does not fit the model: {error}") from error
+    model = model.to(DTYPES[dtype])
+    model = with_saved_adapter(model, start) if start else with_fresh_adapter(model, args)
     if args.gradient_checkpointing:
         model.enable_input_require_grads()  # the frozen embeddings would give the first block inputs without gradient
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,6 +81,29 @@ def make_engine(model, args, ds_config: dict) -> tuple[deepspeed.DeepSpeedEngine
         raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
     return engine, dtype
+
+
+def with_saved_adapter(model, folder: Path):
+    """The model with the adapter in `folder`."""
+    config, state = load_init_adapter(folder)
+    try:
+        model = add_lora(model, config)
+        copy_into(model, state, str(folder))
+    except (ValueError, AdapterError) as error:
+        raise ValueError(f"--init_adapter {folder} does not fit the model: {error}") from error
+    return model
+
+
+def with_fresh_adapter(model, args):
+    """The model with the adapter that the flags describe."""
+    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    lora = LoraConfig(
+        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=TaskType.CAUSAL_LM
+    )
+    try:
+        return add_lora(model, lora)
+    except ValueError as error:
+        raise ValueError(f"--lora_targets {args.lora_targets} does not fit the model: {error}") from error
 
 
 def precision(ds_config: dict) -> str:

@@ -4,7 +4,6 @@ Every rank builds a Learner and walks through `steps` together; rank 0 alone has
 """
 
 import json
-import math
 import os
 import signal
 import sys
@@ -17,25 +16,24 @@ from pathlib import Path
 import torch
 
 from grpo.adapters import AdapterError, AdapterStore
-from grpo.advice import Advisor
 from grpo.batch import Batch, collate, pad_right
-from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
+from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
-from grpo.completions import CompletionLog
 from grpo.engine import adapter_state, groups_per_step, make_engine, read_ds_config
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
+from grpo.logbook import Logbook
 from grpo.logprobs import completion_logprobs
-from grpo.metrics import Means, MetricsLog, group_metrics
+from grpo.metrics import Means, group_metrics
 from grpo.model_card import model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.plan import Part, imbalance, make_plan
 from grpo.policy import canary_batch
 from grpo.ranks import STEP, STOP, Ranks
+from grpo.reference import References
 from grpo.replay import Replay
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
-from grpo.trackers import open_trackers
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
 CLAIM_SECONDS = 5.0  # how long port and folder are asked for
@@ -60,7 +58,8 @@ class Learner:
         self.args, self._needs_reference, self._loss = args, needs_reference, loss
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
-        self.channel = self.source = self.log = self.completions = None  # rank 0 alone has them
+        self.references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
+        self.channel = self.source = self.logbook = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
         self._stop_signal: str | None = None
         self._failure: ChannelError | None = None
@@ -73,7 +72,7 @@ class Learner:
         config = read_ds_config(args.ds_config, self.ranks.size)
         self._settings = vars(args) | {"ds_config": dict(config)}
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
-        self.engine, self.dtype = make_engine(model, args, config)
+        self.engine, self.dtype = make_engine(model, args, config, self.references.start())
         self._start_or_resume(fingerprints)
         self.publish()
         self._on_rank_zero(lambda: self._open(needs_reference))
@@ -82,6 +81,7 @@ class Learner:
 
     def steps(self) -> Iterator[list[Group]]:
         """The groups of each step, the same at every rank, until --max_steps or a signal."""
+        self._last_record = time.monotonic()
         while not 0 < self.args.max_steps <= self.steps_done:
             waited = time.monotonic()
             groups = self._wait_for_groups() if self.ranks.rank == 0 else self._follow()
@@ -140,10 +140,9 @@ class Learner:
         if self.channel:
             self.channel.wake()
         averages = means.over_ranks(self.ranks)
-        if self.log:
-            self._log(groups, averages, trained)
-        if self.completions:
-            self.completions.log(self.steps_done, groups, self._advantages)
+        if self.logbook:
+            record = self._record(groups, averages, trained)
+            self.logbook.step(self.steps_done, groups, self._advantages, record, self.source.evaluations)
         if last or self.steps_done % self.args.save_steps == 0:
             self.save()  # last: what a checkpoint covers is not done again, so its records must be there
 
@@ -165,13 +164,29 @@ class Learner:
             canary = completion_logprobs(self.engine.module, batch, self.args.temperature)[0].flatten().tolist()
         state = adapter_state(self.engine)
         if self.ranks.rank == 0:
-            lora = {"rank": self.args.lora_rank, "alpha": self.args.lora_alpha, "targets": self.args.lora_targets}
-            fields = {"run_id": self.run["run_id"], "version": self.version, "lora": lora, "canary": canary}
-            self.store.publish(state, self.engine.module.peft_config["default"], fields, self._card())
-            checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
-            pinned = self.source.pinned if self.source else set()
-            self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
+            self._write_version(state, canary)
         self._published = self.version
+
+    def _write_version(self, state: dict[str, torch.Tensor], canary: list[float]) -> None:
+        config = self.engine.module.peft_config["default"]
+        fields = {"run_id": self.run["run_id"], "version": self.version, "lora": self._lora, "canary": canary}
+        self.references.renew(self.version, state, config, fields)
+        fields["reference"] = self.references.of(self.version)
+        self.store.publish(state, config, fields, self._card())
+        checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
+        pinned = self.source.pinned if self.source else set()
+        self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
+        self.references.prune(self.store.versions()[-self.args.max_staleness - 2 :])
+
+    @property
+    def _lora(self) -> dict:
+        config = self.engine.module.peft_config["default"]
+        targets = config.target_modules  # names, or a pattern
+        if not self.args.init_adapter:
+            targets = self.args.lora_targets
+        elif not isinstance(targets, str):
+            targets = ",".join(sorted(targets))
+        return {"rank": config.r, "alpha": config.lora_alpha, "targets": targets}
 
     def _card(self) -> str:
         return model_card(
@@ -180,7 +195,7 @@ class Learner:
             self._loss,
             self.source.dataset_name if self.source else "",
             self._settings,
-            self.log.curve if self.log else [],
+            self.logbook.curve if self.logbook else [],
             self.source.evaluations if self.source else [],
         )
 
@@ -204,14 +219,18 @@ class Learner:
             if self.channel:
                 self.channel.stop_samplers(str(reason))
                 self.channel.close()
-            for log in (self.log, *self.trackers):
-                log.close()
-            if self.completions:
-                self.completions.close()
-            print(f"run ended after {self.steps_done} steps ({reason}); adapter in {self.store.path / 'latest'}")
+            self._end_logbook(str(reason))
         self.ranks.close()
         if self._failure:
             raise self._failure
+
+    def _end_logbook(self, reason: str) -> None:
+        try:
+            self.logbook.close(reason, self.source.evaluations)
+        except OSError as error:  # the run is saved; what ended it matters more than its picture
+            print(f"the report could not be written: {error}")
+        where = f"adapter in {self.store.path / 'latest'}, report in {self.store.path / 'report.html'}"
+        print(f"run ended after {self.steps_done} steps ({reason}); {where}", flush=True)
 
     def _finish_evaluations(self) -> None:
         """After the last step: wait for evaluations that are under way, as long as answers come."""
@@ -271,7 +290,7 @@ class Learner:
 
     @property
     def _address(self) -> str:
-        return f"tcp://{self.args.host}:{self.args.port}"
+        return f"tcp://{numeric(self.args.host)}:{self.args.port}"
 
     @property
     def _checkpoints(self) -> Path:
@@ -283,7 +302,8 @@ class Learner:
             "seed": self.args.seed,
             "group_size": self.args.group_size,
             "groups_per_step": self.groups_per_step,
-            "lora": [self.args.lora_rank, self.args.lora_alpha, self.args.lora_targets],
+            "lora": list(self._lora.values()),
+            "reference": self.references.facts,
             "temperature": self.args.temperature,
         }
         decision: dict = {}
@@ -314,14 +334,10 @@ class Learner:
     def _open(self, needs_reference: bool) -> None:
         """Rank 0: where groups come from, and where records go."""
         args = self.args
-        self.log = MetricsLog(self.store.path / "metrics.jsonl", self.steps_done)
-        self.trackers = open_trackers(
-            args.log_to, self.store.path, self.run["run_id"], self._settings, self.steps_done
+        settings = self._settings | {"ranks": self.ranks.size, "loss": self._loss}
+        self.logbook = Logbook(
+            args, self.store.path, self.run["run_id"], settings, self.tokenizer, self.steps_done
         )
-        self.advisor = Advisor(args.num_iterations)
-        if args.log_completions:
-            path = self.store.path / "completions.jsonl"
-            self.completions = CompletionLog(path, self.tokenizer, args.log_completions, self.steps_done)
         if args.replay:
             self.source = Replay(Path(args.replay), self.run, needs_reference, self.steps_done)
             print(f"learner: replaying {self.source.last_step} steps of {args.replay} into {self.store.path}")
@@ -400,6 +416,7 @@ class Learner:
                 self.ranks.share(STOP)
                 return None
             self.ranks.share()
+            self.logbook.terminal.waiting(self.source.queue, self.groups_per_step)
             if time.monotonic() - noticed >= NOTICE_SECONDS:
                 noticed = time.monotonic()
                 print(f"waiting for groups for {noticed - started:.0f} s: {self._who()}", flush=True)
@@ -440,34 +457,42 @@ class Learner:
         if self.args.mask_truncated:
             counts &= ~torch.cat([part.group.truncated[part.rows.start : part.rows.stop] for part in parts])
         batch.completion_mask &= counts[:, None]
-        for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
-            if getattr(parts[0].group, name) is not None:
-                setattr(batch, name, pad_right([row for part in parts for row in part.values(name)], width))
+        needed = ["old_logprobs", "sampling_logprobs"]
+        if self._needs_reference:  # a run that went on with --beta 0 has some groups with and some without
+            needed.append("ref_logprobs")
+        for name in needed:
+            setattr(batch, name, pad_right([row for part in parts for row in part.values(name)], width))
         batch.advantages = pad_right([row for part in parts for row in part.token_advantages()], width)
         return batch
 
-    def _log(self, groups: list[Group], averages: dict[str, float], trained: float) -> None:
+    def _record(self, groups: list[Group], averages: dict[str, float], trained: float) -> dict[str, float]:
+        """The step's line in metrics.jsonl."""
         now = time.monotonic()
         record = group_metrics(groups, self.steps_done - 1) | averages
+        tokens = sum(int(group.lengths.sum()) for group in groups)
+        seconds, self._last_record = now - self._last_record, now  # from record to record, so nothing is left out
         record |= {
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "learning_rate": self.engine.get_lr()[0],
-            "step_time": now - self._step_started + self._wait_seconds,
-            "learner/idle_share": self._wait_seconds / (now - self._step_started + self._wait_seconds),
+            "step_time": seconds,
+            "tokens_per_second": tokens / seconds,
+            "learner/tokens_per_second": tokens / (trained - self._step_started),
+            "learner/idle_share": self._wait_seconds / seconds,
             "time/wait": self._wait_seconds,
             "time/train": trained - self._step_started,
             "time/publish": now - trained,
+            "time/other": seconds - self._wait_seconds - (now - self._step_started),
             "adapter_version": self.version,
             "queue": self.source.queue,
             "groups/malformed": self.source.malformed,
+            "groups": len(groups),
         }
-        record |= {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
-        record["groups"] = len(groups)
-        self.log.log(self.steps_done, self.args.max_steps, record)
-        for tracker in self.trackers:
-            tracker.log(self.steps_done, {name: value for name, value in record.items() if math.isfinite(value)})
-        for sentence in self.advisor.look(record, self.source.evaluations):
-            print(f"note: {sentence}", flush=True)
+        if self.source.stale_length is not None:
+            record["groups/stale_mean_length"] = self.source.stale_length
+        return record | {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
+
+
+NEW_FACTS = {"reference": [None, 0, None]}  # of a run.json that lacks them
 
 
 def check_same_run(run: dict, facts: dict, folder: Path) -> None:
@@ -478,11 +503,12 @@ def check_same_run(run: dict, facts: dict, folder: Path) -> None:
         "seed": "--seed",
         "group_size": "--group_size",
         "groups_per_step": "the batch sizes in --ds_config, or the number of ranks",
-        "lora": "--lora_rank, --lora_alpha or --lora_targets",
+        "lora": "--lora_rank, --lora_alpha, --lora_targets or --init_adapter",
+        "reference": "--init_adapter, --ref_sync_steps or --ref_mixup_alpha",
         "temperature": "--temperature",
     }
     for name, flag in flags.items():
-        if run.get(name) != facts[name]:
+        if run.get(name, NEW_FACTS.get(name)) != facts[name]:
             raise ValueError(
                 f"the run in {folder} has {name} {run.get(name)!r:.60}, this start has {facts[name]!r:.60}; change "
                 f"{flag} back to go on with it, or choose another --save_path for a new run"

@@ -1,4 +1,4 @@
-"""One record a step: a line in the terminal and a JSON object in metrics.jsonl, under the names that TRL uses."""
+"""One record a step, a JSON object in metrics.jsonl, under the names that TRL uses."""
 
 import json
 import math
@@ -36,10 +36,9 @@ class Means:
 
 
 class MetricsLog:
-    """Appends to `path` and prints a line a step; records after `steps_done` are of steps that will be done again."""
+    """Appends to `path`; records after `steps_done` are of steps that will be done again."""
 
     CURVE = ("step", "reward", "completions/mean_length")
-    SHOWN = {"reward": "reward", "kl": "kl", "loss": "loss", "grad_norm": "grad", "step_time": "s/step"}
 
     def __init__(self, path: Path, steps_done: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,16 +46,15 @@ class MetricsLog:
         self.curve = [{name: record.get(name) for name in self.CURVE} for record in read_metrics(path)] if kept else []
         self._file = open(path, "a", encoding="utf-8")
         self._started = time.monotonic() - (kept["seconds"] if kept else 0.0)
+        self.num_tokens = kept.get("num_tokens", 0) if kept else 0  # of all steps so far
 
-    def log(self, step: int, max_steps: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's record."""
         record = {"step": step, "seconds": round(time.monotonic() - self._started, 3)}
         record |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
         self.curve.append({name: record.get(name) for name in self.CURVE})
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        shown = "  ".join(f"{label} {metrics[name]:.4g}" for name, label in self.SHOWN.items() if name in metrics)
-        print(f"step {step}{f'/{max_steps}' if max_steps else ''}  {shown}", flush=True)
 
     def close(self) -> None:
         """Close the file."""
@@ -89,11 +87,14 @@ def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
     spread = torch.tensor([reward_spread(row) for row in rewards])
     metrics = {
         "reward": rewards.nanmean(),
-        "reward_std": spread.mean(),
+        "reward_std": reward_spread(rewards),
+        "reward_stderr": standard_error(rewards.nanmean(dim=1)),
         "frac_reward_zero_std": (spread == 0).float().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
+        "completions/length_p10": lengths.quantile(0.1),
+        "completions/length_p90": lengths.quantile(0.9),
         "completions/clipped_ratio": torch.cat([group.truncated for group in groups]).float().mean(),
         "num_tokens": float(lengths.sum() + sum(len(group.prompt_ids) * group.size for group in groups)),
         "staleness/mean": staleness.mean(),
@@ -110,6 +111,8 @@ def group_metrics(groups: list[Group], step: int) -> dict[str, float]:
     worked = sum(metrics.get(f"sampler/{name}_seconds", 0.0) for name in ("generation", "scoring"))
     if waited + worked > 0:  # rewards are computed beside the next generation
         metrics["sampler/idle_share"] = waited / (waited + worked)
+    if metrics.get("sampler/generation_seconds"):
+        metrics["sampler/tokens_per_second"] = float(lengths.sum()) / metrics["sampler/generation_seconds"]
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -119,6 +122,12 @@ def reward_spread(rewards: torch.Tensor) -> float:
     if len(valid) < 2 or (valid == valid[0]).all():
         return 0.0
     return float(valid.std())
+
+
+def standard_error(means: torch.Tensor) -> float:
+    """Of the mean over groups, from the groups' own means; NaN for fewer than two."""
+    valid = means[~means.isnan()]
+    return float(valid.std() / len(valid) ** 0.5) if len(valid) > 1 else math.nan
 
 
 def draw_curve(values: list[float], title: str, width: int = 60, height: int = 10) -> str:
@@ -133,21 +142,3 @@ def draw_curve(values: list[float], title: str, width: int = 60, height: int = 1
         label = {height - 1: f"{high:.2f}", 0: f"{low:.2f}"}.get(level, "")
         lines.append(f"{label:>7} |" + "".join("*" if row == level else " " for row in rows))
     return "\n".join([*lines, f"{'':>7} +{'-' * columns}", f"{'':>9}step 1 to {len(values)}"])
-
-
-def plot_curves(records: list[dict], path: Path) -> None:
-    """Reward and its parts by step, as a picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    names = ["reward", *sorted({name for r in records for name in r if name.startswith("rewards/")})]
-    for name in names:
-        steps = [record["step"] for record in records if record.get(name) is not None]
-        axes.plot(steps, [record[name] for record in records if record.get(name) is not None], label=name)
-    axes.set_xlabel("step")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)

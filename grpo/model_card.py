@@ -45,7 +45,7 @@ def model_card(
     base: str, version: int, loss: str, dataset: str, settings: dict, records: list[dict], evaluations: list[dict]
 ) -> str:
     """The text; `records` are those of metrics.jsonl so far, `evaluations` those of evaluations.jsonl."""
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     return CARD.format(
         base=base,
         name=Path(base).name,
@@ -57,6 +57,11 @@ def model_card(
         settings=json.dumps(settings, indent=2, default=str),
         packages=packages,
     )
+
+
+def package_versions() -> dict[str, str]:
+    """What is installed of the packages that decide what a run computes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def _curve(records: list[dict]) -> str:

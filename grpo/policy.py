@@ -21,6 +21,7 @@ from grpo.models import DTYPES, add_lora
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats a token; kernels differ by machine
 RETRY_SECONDS = 1.0
+REFERENCE = "reference"  # its name among the model's adapters
 
 
 def canary_batch(vocab_size: int) -> Batch:
@@ -36,6 +37,8 @@ class Policy:
         self.dtype, self.device, self.temperature, self.eos_ids = dtype, torch.device(device), temperature, eos_ids
         self.model = model.to(self.device, DTYPES[dtype])
         self.version, self.sha256 = -1, ""
+        self._reference: int | None = None  # the one that goes with the version; None: the base model
+        self._held_reference: int | None = None  # the one that is loaded
 
     def load_newest(self, store: AdapterStore, run_id: str, at_least: int, limit: float) -> bool:
         """Take on the newest published version; True if it changed.
@@ -49,14 +52,22 @@ class Policy:
         return self._load_usable(lambda: version, store, run_id, limit)
 
     def _load_usable(self, choose: Callable[[], int], store: AdapterStore, run_id: str, limit: float) -> bool:
-        deadline = time.monotonic() + limit
-        while True:
+        self._origin = AdapterStore(store.path, "references"), run_id, limit
+
+        def attempt() -> bool:
             version = choose()
             if version == self.version:
                 return False
+            self._load(store, version, run_id)
+            return True
+
+        return self._patiently(attempt, limit)
+
+    def _patiently(self, attempt: Callable, limit: float):
+        deadline = time.monotonic() + limit
+        while True:
             try:
-                self._load(store, version, run_id)
-                return True
+                return attempt()
             except AdapterError as error:
                 print(f"keeping adapter version {self.version}: {error}")
                 if time.monotonic() > deadline:
@@ -85,7 +96,19 @@ class Policy:
         except AdapterError:
             copy_into(self.model, before, "the previous version")
             raise
-        self.version, self.sha256 = version, manifest.sha256
+        self.version, self.sha256, self._reference = version, manifest.sha256, manifest.reference
+
+    def _load_reference(self) -> None:
+        """Put the version's reference beside the adapter."""
+        (store, run_id, _), version = self._origin, self._reference
+        manifest, config, state = store.read(version)
+        if manifest.run_id != run_id or manifest.version != version:
+            raise AdapterError(f"{store.folder(version)} is version {manifest.version} of run {manifest.run_id}")
+        if REFERENCE in self.model.peft_config:
+            self.model.delete_adapter(REFERENCE)
+        self.model.add_adapter(REFERENCE, config, autocast_adapter_dtype=False)
+        copy_into(self.model, state, str(store.folder(version)), REFERENCE)
+        self._held_reference = version
 
     def _check_canary(self, expected: list[float], origin: str) -> None:
         batch = canary_batch(self.model.get_input_embeddings().num_embeddings)
@@ -121,6 +144,18 @@ class Policy:
         return completion_logprobs(self.model, batch.to(self.device), self.temperature)[0].cpu()[batch.present.bool()]
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """The same with the adapter off: ref_logprobs."""
+        """The same by the reference policy, the adapter off or another one on: ref_logprobs."""
+        if self._reference is None:
+            return self.base_logprobs(batch)
+        if self._held_reference != self._reference:
+            self._patiently(self._load_reference, self._origin[2])
+        self.model.set_adapter(REFERENCE, inference_mode=True)
+        try:
+            return self.logprobs(batch)
+        finally:
+            self.model.set_adapter("default", inference_mode=True)
+
+    def base_logprobs(self, batch: Batch) -> torch.Tensor:
+        """The same with the adapter off."""
         with self.model.disable_adapter():
             return self.logprobs(batch)

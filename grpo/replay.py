@@ -23,6 +23,7 @@ class Replay:
     """
 
     malformed = queue = 0
+    stale_length = None
     dropped: dict[str, int] = {}
     pinned: frozenset[int] = frozenset()
     evaluations: tuple[dict, ...] = ()

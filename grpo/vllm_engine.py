@@ -59,7 +59,7 @@ class VllmPolicy(Policy):
         ids = torch.cat([batch.prompt_ids[0], batch.completion_ids[0]]).tolist()
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         gaps, temperature = [], self.temperature
-        for request, ours in ((self._request, self.logprobs), (None, self.reference_logprobs)):
+        for request, ours in ((self._request, self.logprobs), (None, self.base_logprobs)):
             (out,) = self._llm.generate([{"prompt_token_ids": ids}], params, lora_request=request, use_tqdm=False)
             found = torch.tensor([row[i].logprob for row, i in zip(out.prompt_logprobs[4:], ids[4:], strict=True)])
             self.temperature = 1.0  # of prompts vLLM gives plain log-probs
@@ -105,6 +105,8 @@ def _completion(output) -> Completion:
 
 
 def _start(rank: int, **settings):
+    if rank > RANKS[-1]:
+        raise ValueError(f"--engine vllm: the adapter's rank is {rank} (--lora_rank), vLLM takes {RANKS[-1]} at most")
     try:
         from vllm import LLM
     except ImportError as error:

@@ -19,6 +19,7 @@ from grpo.adapters import AdapterStore
 from grpo.collector import Collector
 from grpo.journal import Journal
 from grpo.metrics import MetricsLog
+from grpo.reference import References
 
 
 def half_an_event(file, line: bytes) -> None:
@@ -44,6 +45,7 @@ POINTS = {
     "renamed": (AdapterStore, "_point_latest", None),
     "published": (AdapterStore, "publish", "call"),
     "pruning": (AdapterStore, "prune", half_pruned),
+    "reference written": (References, "renew", "call"),
     "checkpoint half written": (
         deepspeed_files.TorchCheckpointEngine,
         "save",

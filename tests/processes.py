@@ -4,12 +4,14 @@ import base64
 import functools
 import json
 import os
+import pty
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -73,7 +75,9 @@ class Worker:
     Scripts that are started as `python -u script flags` are forked from a process that has their imports already.
     """
 
-    def __init__(self, command: list, log: Path, **environment: str):
+    copier: threading.Thread | None = None  # takes what is printed at a terminal into the file
+
+    def __init__(self, command: list, log: Path, output: int | None = None, cwd: Path = ROOT, **environment: str):
         self.log = log
         parts = [str(part) for part in command]
         if parts[:2] == [sys.executable, "-u"] and parts[2].endswith(".py"):
@@ -83,17 +87,20 @@ class Worker:
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 parts,
-                stdout=file,
+                stdout=file if output is None else output,
                 stderr=subprocess.STDOUT,
                 env=ENVIRONMENT | environment,
-                cwd=ROOT,
+                cwd=cwd,
                 start_new_session=True,  # a process group of its own, as a terminal gives it
             )
 
     def wait(self, limit: float) -> int:
         """The exit code; past `limit` seconds the process is ended and the test fails with its output."""
         try:
-            return self.process.wait(limit)
+            code = self.process.wait(limit)
+            if self.copier:
+                self.copier.join(10)
+            return code
         except subprocess.TimeoutExpired:
             self.end()
             raise AssertionError(f"still running after {limit} s:\n{self.output()[-4000:]}") from None
@@ -112,7 +119,7 @@ class Worker:
 
     def output(self) -> str:
         """Everything printed so far."""
-        return self.log.read_text(errors="replace")
+        return self.log.read_bytes().decode(errors="replace")  # with carriage returns as they are
 
     def end(self) -> None:
         """Make sure that nothing of it is left."""
@@ -121,9 +128,25 @@ class Worker:
             self.process.wait()
 
 
-def by_run_sh(log: Path, *arguments: str) -> Worker:
-    """`./run.sh ...` in the environment that the tests run in."""
-    return Worker([ROOT / "run.sh", *arguments], log, VENV=sys.prefix)
+def by_run_sh(log: Path, *arguments: str, before: tuple = (), **environment: str) -> Worker:
+    """`./run.sh ...` at a terminal, in the log's folder and the tests' environment, by the command `before`, if any."""
+    terminal, other_end = pty.openpty()
+    command = [*before, ROOT / "run.sh", *arguments]
+    worker = Worker(command, log, other_end, log.parent, VENV=sys.prefix, **environment)
+    os.close(other_end)
+    worker.copier = threading.Thread(target=_copy, args=(terminal, log), daemon=True)
+    worker.copier.start()
+    return worker
+
+
+def _copy(terminal: int, log: Path) -> None:
+    with open(log, "ab") as file:
+        while True:
+            try:
+                file.write(os.read(terminal, 1 << 16))
+            except OSError:  # nobody writes any more
+                return os.close(terminal)
+            file.flush()
 
 
 def learner(log: Path, *flags, ranks: int = 1, **environment: str) -> Worker:

@@ -50,6 +50,11 @@ def test_each_fault_is_one_sentence_once(changes, words):
     assert all(word in sentence for word in words)
 
 
+def test_a_rate_that_rises_or_was_high_is_left_alone():
+    assert said([HEALTHY | {"learning_rate": 1e-7 * n} for n in range(150)]) == []  # a warm-up
+    assert said([HEALTHY] * 20 + [HEALTHY | {"learning_rate": 1e-6}] * 20) == []  # the end of a decay
+
+
 def test_a_difference_is_no_wonder_off_policy():
     assert said([HEALTHY | {"approx_kl": 0.2, "staleness/max": 1.0}] * 50) == []
     assert said([HEALTHY | {"approx_kl": 0.2}] * 50, num_iterations=3) == []
@@ -62,8 +67,10 @@ def test_collapse_is_measured_against_the_start():
 
 
 def test_late_groups_are_counted_over_the_window():
-    (sentence,) = said([HEALTHY | {"groups/dropped/stale": 4 * n} for n in range(30)])
-    assert "36 of 108 groups" in sentence and "--max_staleness" in sentence
+    lengths = {"groups/stale_mean_length": 200.0, "completions/mean_length": 90.0}
+    (sentence,) = said([HEALTHY | lengths | {"groups/dropped/stale": 4 * n} for n in range(30)])
+    assert "36 of 108 groups" in sentence and "length 200 tokens, of those trained on 90" in sentence
+    assert "--max_staleness" in sentence
     assert said([HEALTHY | {"groups/dropped/stale": n} for n in range(30)]) == []
 
 

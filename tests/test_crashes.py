@@ -18,8 +18,8 @@ from grpo.journal import read_history
 from grpo.metrics import read_metrics
 
 KILLS = """group half written:3, group unacknowledged:2, event half written:2, step noted:1, step trained:2,
-publishing:1, renamed:1, published:2, pruning:1, checkpoint half written:1, checkpoint not complete:1,
-checkpoint complete:1, before the record:2, after the record:2""".replace("\n", " ")
+publishing:1, reference written:3, renamed:1, published:2, pruning:1, checkpoint half written:1,
+checkpoint not complete:1, checkpoint complete:1, before the record:2, after the record:2""".replace("\n", " ")
 
 VICTIMS = ["sampler"] * 13 + ["rank 0"] * 2 + ["rank 1"] * 2 + ["launcher"] * 3
 
@@ -35,14 +35,18 @@ def check(run, undisturbed, steps):
     assert (run.path / "latest").resolve() == store.folder(steps)
     leftovers = [path for path in run.path.rglob("*") if path.name.startswith(".tmp")]
     assert not leftovers and not list((run.path / "journal").iterdir())
-    ours, theirs = store.read(steps)[2], AdapterStore(undisturbed.path).read(steps)[2]
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the adapter is not the undisturbed run's"
+    for kind in ("adapters", "references"):
+        ours, theirs = AdapterStore(run.path, kind), AdapterStore(undisturbed.path, kind)
+        assert ours.versions() == theirs.versions()
+        for version in theirs.versions()[-1:]:
+            ours, theirs = ours.read(version)[2], theirs.read(version)[2]
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"not the undisturbed run's {kind}"
 
 
 @pytest.mark.slow
 def test_a_learner_killed_at_every_dangerous_point_goes_on_to_the_same_bit(tmp_path, material, workers):  # noqa: F811
     steps = 16
-    flags = ["--save_steps", 4, "--sampler_timeout", 30]
+    flags = ["--save_steps", 4, "--sampler_timeout", 30, "--ref_sync_steps", 3]
     undisturbed = Run(tmp_path, material, "undisturbed", steps=steps, learner_flags=flags)
     disturbed = Run(tmp_path, material, "disturbed", steps=steps, learner_flags=flags)
     log = tmp_path / "disturbed-trainer.log"
@@ -53,7 +57,7 @@ def test_a_learner_killed_at_every_dangerous_point_goes_on_to_the_same_bit(tmp_p
     assert trainer.wait(LIMIT) == 0, trainer.output()[-4000:]
     assert actor.wait(LIMIT) == 0, actor.output()[-4000:]
     codes = re.findall(r"--- (.*): (-?\d+)", trainer.output())
-    assert [(name, code) for name, code in codes if code != "-9"] == [("None", "0")] and len(codes) == 15
+    assert [(name, code) for name, code in codes if code != "-9"] == [("None", "0")] and len(codes) == 16
     check(disturbed, undisturbed, steps)
 
 

@@ -139,10 +139,10 @@ def test_a_kept_journal_forgets_nothing(tmp_path):
 def test_records_of_steps_that_are_done_again_are_cut_off(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
-        log.log(step, 0, {"reward": float(step)})
+        log.log(step, {"reward": float(step)})
     log.close()
     again = MetricsLog(tmp_path / "metrics.jsonl", steps_done=1)
-    again.log(2, 0, {"reward": 20.0})
+    again.log(2, {"reward": 20.0})
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [(record["step"], record["reward"]) for record in records] == [(1, 1.0), (2, 20.0)]
     assert records[1]["seconds"] >= records[0]["seconds"]

@@ -32,7 +32,8 @@ def ranks():
 
 
 def arguments(**changes) -> argparse.Namespace:
-    defaults = dict(lora_rank=4, lora_alpha=8, lora_targets="all-linear", gradient_checkpointing=False)
+    defaults = dict(lora_rank=4, lora_alpha=8, lora_targets="all-linear", init_adapter=None)
+    defaults |= dict(gradient_checkpointing=False)
     return argparse.Namespace(**defaults | changes)
 
 
@@ -124,6 +125,11 @@ CONFIGS = {
         '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "optimizer": {}}',
         ["['auto', 1]"],
     ),
+    "auto elsewhere": (
+        '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,'
+        '"optimizer": {"params": {"lr": "auto"}}}',
+        ['"auto" for optimizer.params.lr'],
+    ),
     "a total that does not fit": (
         '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6,'
         '"optimizer": {}}',
@@ -160,9 +166,11 @@ def test_group_metrics_by_hand():
         make_group(rewards=torch.tensor([1.0, float("nan")]), adapter_version=5),
     ]
     found = group_metrics(groups, step=5)
-    assert found["reward"] == pytest.approx(3.5 / 3) and found["reward_std"] == pytest.approx(2**0.5 / 2)
+    assert found["reward"] == pytest.approx(3.5 / 3) and found["reward_std"] == pytest.approx((49 / 48) ** 0.5)
     assert found["frac_reward_zero_std"] == 0.5 and found["rewards/format/mean"] == pytest.approx(0.625)
     assert found["completions/mean_length"] == 2.5 and found["completions/clipped_ratio"] == 0.5
+    assert found["reward_stderr"] == pytest.approx(0.125)  # of the groups' means 1.25 and 1
+    assert found["completions/length_p10"] == 2 and found["completions/length_p90"] == 3
     assert found["num_tokens"] == 2 * (5 + 2 * 3)
     assert found["staleness/mean"] == 1 and found["staleness/max"] == 2
     assert found["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)

@@ -1,16 +1,19 @@
 """What the README shows works as written: its Python examples run, its commands' flags exist."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification, Qwen2Config
+from test_adapters import CONFIG
+from tiny import VOCAB, save_tiny, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 import sampling_worker
 import training_worker
 import utils
+from grpo.models import add_lora
 from grpo.scoring import score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,8 +58,33 @@ def test_flags_in_the_readme_exist():
         known |= set(re.findall(r"--[a-z_]+", worker.make_parser().format_help()))
     for program in [*(ROOT / "demo").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         known |= set(re.findall(r"--[a-z_]+", program.read_text()))
-    pip = {"--no-deps"}
-    assert set(re.findall(r"(?<![-\w])--[a-z][a-z_-]*", README)) - known - pip == set()
+    others = {"--no-deps", "--delay-updates", "--enable-lora", "--max-lora-rank", "--lora-modules"}
+    others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time"}
+    assert set(re.findall(r"(?<![-\w])--[a-z][a-z_-]*", README)) - known - others == set()
+
+
+def test_every_flag_has_its_row():
+    for worker in (sampling_worker, training_worker):
+        for flag in set(worker.make_parser()._option_string_actions) - {"-h", "--help"}:
+            assert f"| `{flag}` |" in README, flag
+
+
+def test_the_adapter_loads_and_merges_as_shown(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model")
+    model = add_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), CONFIG)
+    torch.nn.init.normal_(model.base_model.model.model.layers[0].mlp.up_proj.lora_B.default.weight, std=0.3)
+    model.save_pretrained(tmp_path / "checkpoints" / "latest")
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in BLOCKS if "merge_and_unload" in block]
+    exec(block.replace("Qwen/Qwen2.5-1.5B-Instruct", "model"), {})
+    merged, ids = AutoModelForCausalLM.from_pretrained("merged"), torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-4)
+    assert AutoTokenizer.from_pretrained("merged").get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_the_shell_in_the_readme_is_shell():
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
+        assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True).stderr == "", block
 
 
 def test_the_tree_in_the_readme_is_the_tree():

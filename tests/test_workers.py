@@ -229,7 +229,7 @@ def test_a_signal_ends_both_sides_with_the_work_saved(tmp_path, material, worker
     if way == "terminal":
         trainer = run.start_learner(workers)
     else:
-        trainer = workers(by_run_sh, tmp_path / "trainer.log", "trainer", *map(str, run.learner_flags))
+        trainer = workers(by_run_sh, tmp_path / "terminal.log", "trainer", *map(str, run.learner_flags))
     actor = run.start_sampler(workers)
     trainer.wait_for("step 2", LIMIT)
     if way == "terminal":
@@ -239,6 +239,13 @@ def test_a_signal_ends_both_sides_with_the_work_saved(tmp_path, material, worker
     assert actor.wait(30) == 0
     trainer.wait(30)
     assert "stopped by SIG" in actor.output() and "run ended after" in trainer.output()
+    if way != "terminal":  # run.sh wrote to a terminal, with a live line, and to a file, without
+        assert re.search(r"\rstep \d+ reward [^\n]* tokens/s", trainer.output())
+        deadline = time.monotonic() + 10
+        while "run ended after" not in (kept := (tmp_path / "trainer.log").read_bytes().decode()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "\r" not in kept and "\nstep 2  reward" in kept and "\nlearner: run " in kept
     records = read_metrics(run.path / "metrics.jsonl")
     assert AdapterStore(run.path).versions()[-1] == records[-1]["step"]
     assert (run.path / "checkpoints" / f"step{records[-1]['step']:08d}").is_dir()
@@ -303,10 +310,14 @@ SAMPLER_FAILURES = {
     "a device that is none": (["--device", "gpu"], ["--device gpu"]),
     "a port out of range": (["--port", "99999"], ["--port", "99999"]),
     "an engine that evaluation has not": (["--evaluate", "--engine", "vllm"], ["--evaluate", "--engine vllm"]),
+    "a flag of evaluation": (["--temperature", "0.7"], ["--temperature is for --evaluate"]),
+    "another GPU for vLLM": (["--engine", "vllm", "--device", "cuda:1"], ["CUDA_VISIBLE_DEVICES=1"]),
     "nobody there": (["--startup_timeout", "1"], ["--startup_timeout", "tcp://127.0.0.1"]),
 }
 LEARNER_FAILURES = {
     "no model folder": (["--model_path", "no/such/folder"], ["--model_path no/such/folder", "hub"]),
+    "no adapter to start from": (["--init_adapter", "no/such"], ["--init_adapter", "no/such"]),
+    "a host of nobody": (["--host", "no.such.host", "--keys", "keys"], ["--host no.such.host"]),
     "no configuration": (["--ds_config", "no.json"], ["--ds_config no.json"]),
     "targets that do not exist": (["--lora_targets", "nothing_proj"], ["--lora_targets nothing_proj"]),
     "publishing too rarely": (["--publish_steps", "4"], ["--publish_steps 4", "--max_staleness 0"]),
