@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpo.charts import Line, defined, histogram, line_chart, plot_curves
 from grpo.files import write_file
-from grpo.metrics import keep_steps, read_metrics
+from grpo.metrics import keep_steps, read_metrics, reward_spread
 from grpo.model_card import package_versions
 from grpo.rollout import Group
 
@@ -99,8 +99,9 @@ class Report:
         self._file.flush()
 
     def _sample(self, groups: list[Group]) -> dict:
-        """All rewards and lengths of the step, and the best and the worst completion of its first group."""
-        group, rows = groups[0], groups[0].completions()
+        """All rewards and lengths of the step, and the best and the worst completion of its most uneven group."""
+        group = max(groups, key=lambda one: reward_spread(one.rewards))
+        rows = group.completions()
         ranked = sorted((reward, i) for i, reward in enumerate(group.rewards.tolist()) if reward == reward)
         ends = {"best": ranked[-1], "worst": ranked[0]} if ranked else {}
         return {
