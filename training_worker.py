@@ -31,12 +31,13 @@ from grpo.batch import Batch
 from grpo.channel import ChannelError
 from grpo.held_out import MAX_QUESTIONS
 from grpo.keys import is_loopback
-from grpo.learner import Learner, StepData
+from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means
 from grpo.models import ModelNotFound, quiet_libraries
 from grpo.ranks import RankLost
 from grpo.rollout import Group
+from grpo.step_data import StepData
 from grpo.trackers import NAMES
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 

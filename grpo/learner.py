@@ -1,4 +1,4 @@
-"""What surrounds the algorithm on the learner's side: engine, adapter folder, the step's data, publishing, the end.
+"""What surrounds the algorithm on the learner's side: the start, waiting for groups, the step's data, the end.
 
 Every rank builds a Learner and walks through `steps` together; rank 0 alone has the channel and writes files.
 """
@@ -10,45 +10,33 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from grpo.adapters import AdapterError, AdapterStore
-from grpo.batch import Batch, collate, pad_right
+from grpo.batch import Batch
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.collector import Collector
-from grpo.engine import adapter_state, groups_per_step, make_engine, read_ds_config
+from grpo.engine import groups_per_step, make_engine, read_ds_config
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logbook import Logbook
-from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, group_metrics
 from grpo.model_card import model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
-from grpo.plan import Part, imbalance, make_plan
-from grpo.policy import canary_batch
+from grpo.plan import imbalance, make_plan
+from grpo.publisher import Publisher
 from grpo.ranks import STEP, STOP, Ranks
 from grpo.reference import References
 from grpo.replay import Replay
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
+from grpo.step_data import StepData, completion_mask, micro_batch
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
 CLAIM_SECONDS = 5.0  # how long port and folder are asked for
 SAME_SIGNAL_SECONDS = 1.0  # the terminal and the launcher both pass one Ctrl-C on
-
-
-@dataclass
-class StepData:
-    """One rank's share of one step."""
-
-    micro_batches: list[Batch]
-    denominator: float  # what the loss divides by: the count over the whole step, all ranks and micro-batches
-    loss_scale: float  # DeepSpeed divides by accumulation steps and averages over ranks; this undoes both
-    share: float  # one micro-batch's part of the step
-    metrics: dict[str, tuple[float, float]]  # of the plan, as (sum, count) pairs
 
 
 class Learner:
@@ -58,7 +46,6 @@ class Learner:
         self.args, self._needs_reference, self._loss = args, needs_reference, loss
         self.ranks = Ranks(args.timeout)
         self.store = AdapterStore(args.save_path)
-        self.references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self.channel = self.source = self.logbook = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
         self._stop_signal: str | None = None
@@ -72,7 +59,9 @@ class Learner:
         config = read_ds_config(args.ds_config, self.ranks.size)
         self._settings = vars(args) | {"ds_config": dict(config)}
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
-        self.engine, self.dtype = make_engine(model, args, config, self.references.start())
+        references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
+        self.engine, self.dtype = make_engine(model, args, config, references.start())
+        self.publisher = Publisher(self.engine, self.store, references, self.ranks, args, self.vocab_size)
         self._start_or_resume(fingerprints)
         self.publish()
         self._on_rank_zero(lambda: self._open(needs_reference))
@@ -106,7 +95,8 @@ class Learner:
             max_tokens=self.args.max_tokens_per_micro_batch,
             skip_zero=not self._needs_reference and not self.args.run_zero_groups,
         )
-        batches = [self._micro_batch(parts) for parts in plan[self.ranks.rank]]
+        own = plan[self.ranks.rank]
+        batches = [micro_batch(parts, self.args.mask_truncated, self._needs_reference) for parts in own]
         masks = [completion_mask(group, self.args.mask_truncated) for group in groups]
         return StepData(
             micro_batches=batches,
@@ -157,36 +147,8 @@ class Learner:
         A step that is trained again after a crash leaves the version that it published before as it is.
         """
         self.version = self.steps_done
-        if self.version <= self._published:
-            return
-        batch = canary_batch(self.vocab_size).to(self.engine.device)
-        with torch.no_grad():
-            canary = completion_logprobs(self.engine.module, batch, self.args.temperature)[0].flatten().tolist()
-        state = adapter_state(self.engine)
-        if self.ranks.rank == 0:
-            self._write_version(state, canary)
-        self._published = self.version
-
-    def _write_version(self, state: dict[str, torch.Tensor], canary: list[float]) -> None:
-        config = self.engine.module.peft_config["default"]
-        fields = {"run_id": self.run["run_id"], "version": self.version, "lora": self._lora, "canary": canary}
-        self.references.renew(self.version, state, config, fields)
-        fields["reference"] = self.references.of(self.version)
-        self.store.publish(state, config, fields, self._card())
-        checkpoints = range(0, self.steps_done + 1, self.args.save_steps)
         pinned = self.source.pinned if self.source else set()
-        self.store.prune(keep_newest=self.args.max_staleness + 2, keep=pinned | set(checkpoints))
-        self.references.prune(self.store.versions()[-self.args.max_staleness - 2 :])
-
-    @property
-    def _lora(self) -> dict:
-        config = self.engine.module.peft_config["default"]
-        targets = config.target_modules  # names, or a pattern
-        if not self.args.init_adapter:
-            targets = self.args.lora_targets
-        elif not isinstance(targets, str):
-            targets = ",".join(sorted(targets))
-        return {"rank": config.r, "alpha": config.lora_alpha, "targets": targets}
+        self.publisher.publish(self.version, pinned, self._card)
 
     def _card(self) -> str:
         return model_card(
@@ -302,8 +264,8 @@ class Learner:
             "seed": self.args.seed,
             "group_size": self.args.group_size,
             "groups_per_step": self.groups_per_step,
-            "lora": list(self._lora.values()),
-            "reference": self.references.facts,
+            "lora": list(self.publisher.lora.values()),
+            "reference": self.publisher.references.facts,
             "temperature": self.args.temperature,
         }
         decision: dict = {}
@@ -320,15 +282,16 @@ class Learner:
         self._on_rank_zero(decide)
         _, (blob,) = self.ranks.share(STEP, [json.dumps(decision).encode()])
         decision = json.loads(blob)
-        self.run, self._published, self.steps_done = decision["run"], decision["published"], 0
+        self.run, self.publisher.newest, self.steps_done = decision["run"], decision["published"], 0
+        self.publisher.run_id = self.run["run_id"]
         if decision["checkpoint"]:
             load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size)
             self.steps_done = decision["checkpoint"]["step"]
         self._saved = self.steps_done
-        if self._published >= 0 and self.ranks.rank == 0:
+        if self.publisher.newest >= 0 and self.ranks.rank == 0:
             print(
                 f"learner: going on with run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
-                f"its newest adapter is version {self._published}"
+                f"its newest adapter is version {self.publisher.newest}"
             )
 
     def _open(self, needs_reference: bool) -> None:
@@ -363,7 +326,7 @@ class Learner:
             max_steps=args.max_steps,
             journal=Journal(self.store.path, keep=args.keep_journal),
             steps_done=self.steps_done,
-            version=self._published,
+            version=self.publisher.newest,
             held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
             resample=args.resample_zero_groups,
         )
@@ -444,27 +407,6 @@ class Learner:
 
     # -- one step's details ------------------------------------------------------------------------------------
 
-    def _micro_batch(self, parts: list[Part]) -> Batch:
-        groups = list({id(part.group): part.group for part in parts}.values())  # each prompt once
-        index = {id(group): i for i, group in enumerate(groups)}
-        batch = collate(
-            [group.prompt_ids for group in groups],
-            [row for part in parts for row in part.values("completion_ids")],
-            [index[id(part.group)] for part in parts for _ in part.rows],
-        )
-        width = batch.completion_ids.shape[1]
-        counts = torch.tensor([part.counts for part in parts for _ in part.rows])
-        if self.args.mask_truncated:
-            counts &= ~torch.cat([part.group.truncated[part.rows.start : part.rows.stop] for part in parts])
-        batch.completion_mask &= counts[:, None]
-        needed = ["old_logprobs", "sampling_logprobs"]
-        if self._needs_reference:  # a run that went on with --beta 0 has some groups with and some without
-            needed.append("ref_logprobs")
-        for name in needed:
-            setattr(batch, name, pad_right([row for part in parts for row in part.values(name)], width))
-        batch.advantages = pad_right([row for part in parts for row in part.token_advantages()], width)
-        return batch
-
     def _record(self, groups: list[Group], averages: dict[str, float], trained: float) -> dict[str, float]:
         """The step's line in metrics.jsonl."""
         now = time.monotonic()
@@ -513,9 +455,3 @@ def check_same_run(run: dict, facts: dict, folder: Path) -> None:
                 f"the run in {folder} has {name} {run.get(name)!r:.60}, this start has {facts[name]!r:.60}; change "
                 f"{flag} back to go on with it, or choose another --save_path for a new run"
             )
-
-
-def completion_mask(group: Group, mask_truncated: bool) -> torch.Tensor:
-    """(G, C) bool: which tokens of the group count, by position."""
-    mask = torch.arange(max(1, int(group.lengths.max()))) < group.lengths[:, None]
-    return mask & ~group.truncated[:, None] if mask_truncated else mask

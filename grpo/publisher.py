@@ -1,0 +1,59 @@
+"""From the engine's adapter to a version in the adapter folder."""
+
+from collections.abc import Callable
+
+import torch
+
+from grpo.adapters import AdapterStore
+from grpo.engine import adapter_state
+from grpo.logprobs import completion_logprobs
+from grpo.policy import canary_batch
+from grpo.reference import References
+
+
+class Publisher:
+    """Publishes versions newer than `newest`, as `run_id`; every rank takes part, rank 0 writes."""
+
+    def __init__(self, engine, store: AdapterStore, references: References, ranks, args, vocab_size: int):
+        self._engine, self._store, self.references, self._ranks = engine, store, references, ranks
+        self._args, self._vocab_size = args, vocab_size
+        self.run_id, self.newest = "", -1
+
+    @property
+    def lora(self) -> dict:
+        """The adapter's shape."""
+        config = self._engine.module.peft_config["default"]
+        targets = config.target_modules  # names, or a pattern
+        if not self._args.init_adapter:
+            targets = self._args.lora_targets
+        elif not isinstance(targets, str):
+            targets = ",".join(sorted(targets))
+        return {"rank": config.r, "alpha": config.lora_alpha, "targets": targets}
+
+    def publish(self, version: int, pinned: set[int], card: Callable[[], str]) -> None:
+        """Write the present adapter as `version`, unless it is there from before a crash, and remove old versions.
+
+        `pinned` versions stay, and those of checkpoints; `card` gives the version's README.md.
+        """
+        if version <= self.newest:
+            return
+        batch = canary_batch(self._vocab_size).to(self._engine.device)
+        with torch.no_grad():
+            canary = completion_logprobs(self._engine.module, batch, self._args.temperature)[0].flatten().tolist()
+        state = adapter_state(self._engine)
+        if self._ranks.rank == 0:
+            self._write(version, state, canary, card)
+            self._prune(version, pinned)
+        self.newest = version
+
+    def _write(self, version: int, state: dict[str, torch.Tensor], canary: list[float], card) -> None:
+        config = self._engine.module.peft_config["default"]
+        fields = {"run_id": self.run_id, "version": version, "lora": self.lora, "canary": canary}
+        self.references.renew(version, state, config, fields)
+        self._store.publish(state, config, fields | {"reference": self.references.of(version)}, card())
+
+    def _prune(self, version: int, pinned: set[int]) -> None:
+        newest = self._args.max_staleness + 2
+        checkpoints = range(0, version + 1, self._args.save_steps)
+        self._store.prune(keep_newest=newest, keep=pinned | set(checkpoints))
+        self.references.prune(self._store.versions()[-newest:])
