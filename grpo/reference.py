@@ -44,7 +44,14 @@ class References:
         return newest if newest or self._init else None
 
     def renew(self, version: int, state: dict[str, torch.Tensor], config: LoraConfig, fields: dict) -> None:
-        """Write the reference of `version`, if one is due; `state` is the adapter's, `fields` its manifest's."""
+        """Write the reference of `version`, if one is due; `state` is the adapter's, `fields` its manifest's.
+
+        Raises:
+            ValueError: from version 0 on, for an adapter that is to be mixed and has more than LoRA matrices.
+        """
+        other = other_names(state) if self._sync_steps else []
+        if other:
+            raise ValueError(f"--ref_sync_steps can mix LoRA matrices only, the adapter has {other[0]}: --lora_targets")
         number = self.of(version)
         if number != version or number in self._store.versions():
             return
@@ -86,7 +93,6 @@ def mix(
         down, up = shorten(down, up, RANKS * rank)
         found = len(down)
         mixed[name], mixed[up_name] = (tensor.to(policy[name].dtype).contiguous() for tensor in (down, up))
-    assert len(mixed) == len(policy), "adapters of embeddings cannot be mixed"
     config = copy.deepcopy(policy_config)
     config.r, config.lora_alpha = found, scaling * found
     return mixed, config
@@ -105,6 +111,11 @@ def shorten(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tens
     return torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
 
 
+def other_names(state: dict[str, torch.Tensor]) -> list[str]:
+    """What an adapter holds besides LoRA matrices of linear layers."""
+    return sorted(name for name in state if not name.endswith((".lora_A.weight", ".lora_B.weight")))
+
+
 def load_init_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """Configuration and tensors of the adapter at --init_adapter.
 
@@ -115,7 +126,7 @@ def load_init_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]
         config, state = read_adapter(folder / "latest" if (folder / "latest").is_dir() else folder)
     except AdapterError as error:
         raise ValueError(f"--init_adapter {folder}: {error}") from error
-    other = sorted(name for name in state if not name.endswith((".lora_A.weight", ".lora_B.weight")))
+    other = other_names(state)
     special = [name for name in SPECIAL if getattr(config, name)]
     if config.init_lora_weights not in (True, False, "gaussian"):  # these change the base model's weights
         special.append("init_lora_weights")

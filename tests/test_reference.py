@@ -88,6 +88,14 @@ def test_which_reference_goes_with_which_version(tmp_path):
     assert [References(store, "adapter", 3, 0.6).of(v) for v in (0, 2, 3, 7)] == [0, 0, 3, 6]
 
 
+def test_an_adapter_of_embeddings_cannot_be_mixed(tmp_path):
+    config = LoraConfig(r=4, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+    state = get_peft_model_state_dict(add_lora(tiny_model(), config))
+    References(AdapterStore(tmp_path), None, 0, 0.6).renew(0, state, config, {})
+    with pytest.raises(ValueError, match="--ref_sync_steps.*lora_embedding"):
+        References(AdapterStore(tmp_path), None, 3, 0.6).renew(0, state, config, {})
+
+
 def test_references_are_written_once_and_removed_with_their_versions(tmp_path):
     references, kept = References(AdapterStore(tmp_path), "adapter", 2, 1.0), AdapterStore(tmp_path, "references")
     for version in range(6):
