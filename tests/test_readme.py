@@ -87,6 +87,23 @@ def test_the_shell_in_the_readme_is_shell():
         assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True).stderr == "", block
 
 
+def test_the_chinese_readme_is_in_step():
+    chinese = (ROOT / "README.zh.md").read_text()
+    fenced = re.compile(r"```.*?```", re.DOTALL)
+    assert fenced.findall(chinese) == fenced.findall(README)
+    untranslated = ("Every flag", "If you come from TRL")
+
+    def shape(text: str, left_out: tuple[str, ...] = ()) -> list[tuple[int, list[str]]]:
+        """For each section, how many rows its tables have and which numbers are in them."""
+        found = []
+        for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            rows = [] if section.startswith(left_out) else re.findall(r"^\|.*\|$", section, re.MULTILINE)
+            found.append((len(rows), sorted(re.findall(r"\d+(?:[.,]\d+)*", "".join(rows)))))
+        return found
+
+    assert shape(chinese) == shape(README, untranslated)
+
+
 def test_the_tree_in_the_readme_is_the_tree():
     named = set(re.findall(r"^  (\w+\.py) ", README, re.MULTILINE))
     assert named == {path.name for path in (ROOT / "grpo").glob("*.py")} - {"__init__.py"}
