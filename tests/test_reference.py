@@ -92,7 +92,7 @@ def test_an_adapter_of_embeddings_cannot_be_mixed(tmp_path):
     config = LoraConfig(r=4, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     state = get_peft_model_state_dict(add_lora(tiny_model(), config))
     References(AdapterStore(tmp_path), None, 0, 0.6).renew(0, state, config, {})
-    with pytest.raises(ValueError, match="--ref_sync_steps.*lora_embedding"):
+    with pytest.raises(ValueError, match="--ref_sync_steps.*embed"):
         References(AdapterStore(tmp_path), None, 3, 0.6).renew(0, state, config, {})
 
 
