@@ -58,7 +58,7 @@ def test_flags_in_the_readme_exist():
         known |= set(re.findall(r"--[a-z_]+", worker.make_parser().format_help()))
     for program in [*(ROOT / "demo").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         known |= set(re.findall(r"--[a-z_]+", program.read_text()))
-    others = {"--no-deps", "--delay-updates", "--enable-lora", "--max-lora-rank", "--lora-modules"}
+    others = {"--no-deps", "--delay-updates", "--model", "--enable-lora", "--max-lora-rank", "--lora-modules"}
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time"}
     assert set(re.findall(r"(?<![-\w])--[a-z][a-z_-]*", README)) - known - others == set()
 
