@@ -1,7 +1,7 @@
 """A model of the two sides of the pipeline: which one starves, and how many samplers a learner wants. Computed only.
 
     .venv/bin/python benchmarks/pipeline.py
-    .venv/bin/python benchmarks/pipeline.py --parameters 7.6e9 --layers 28 --kv_heads 4 --head_size 128 --hidden 3584
+    .venv/bin/python benchmarks/pipeline.py --parameters 7.6e9 --layers 28 --kv_heads 4 --head_size 128
 
 From the numbers of the model and the GPU: a decoding step reads the weights and the caches once (bandwidth), training
 multiplies (arithmetic). `--efficiency` is the share of either limit that is reached. Nothing here is measured; put in
