@@ -8,8 +8,7 @@ Same model, LoRA, questions, reward, group size, lengths, loss, beta and learnin
 for both. TRL runs in one process, we in two that share the cores. Times are medians over all steps but the first.
 Memory is the peak of the sum over processes of proportional set sizes, looked at every second. The last line is JSON.
 
-Do both learn the same? On the model of the demo,
-whose reward moves within minutes (runs/demo is what ./run.sh demo leaves):
+Do both learn the same? On the model of the demo, whose reward moves within minutes (./run.sh demo leaves it):
 
     .venv/bin/python benchmarks/end_to_end.py --trl_python .venv-trl/bin/python --model_path runs/demo/model \
         --dataset runs/demo/problems/train.jsonl --system_prompt "Think, then answer." --prompts 16 --micro_batch 64 \

@@ -163,14 +163,18 @@ def read_adapter(folder: Path, sha256: str | None = None) -> tuple[LoraConfig, d
         raise AdapterError(f"{folder / WEIGHTS} is no safetensors file: {error}") from error
 
 
+def adapter_in(folder: Path) -> Path | None:
+    """The newest version in a run's folder, or the folder itself if it is a PEFT adapter."""
+    return next((place for place in (folder / "latest", folder) if (place / CONFIG).is_file()), None)
+
+
 def find_adapter(lora_path: str) -> str | None:
     """The adapter folder that --lora_path means: a run's newest version, or a PEFT folder; None for "none"."""
     if lora_path == "none":
         return None
-    folder = Path(lora_path).expanduser()
-    for candidate in (folder / "latest", folder):
-        if (candidate / CONFIG).is_file():
-            return str(candidate.resolve())
+    folder = adapter_in(Path(lora_path).expanduser())
+    if folder:
+        return str(folder.resolve())
     raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
-from grpo.adapters import AdapterError, AdapterStore, read_adapter
+from grpo.adapters import AdapterError, AdapterStore, adapter_in, read_adapter
 
 SPECIAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")  # of LoraConfig
 RANKS = 4  # a mixed reference keeps at most so many times the adapter's rank
@@ -123,7 +123,7 @@ def load_init_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]
         ValueError: no adapter there, or one that is more than LoRA matrices.
     """
     try:
-        config, state = read_adapter(folder / "latest" if (folder / "latest").is_dir() else folder)
+        config, state = read_adapter(adapter_in(folder) or folder)
     except AdapterError as error:
         raise ValueError(f"--init_adapter {folder}: {error}") from error
     other = other_names(state)
