@@ -17,7 +17,6 @@ Shapes: B sequences of a micro-batch, G completions of a prompt, C completion to
 """
 
 import argparse
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -33,12 +32,14 @@ from grpo.held_out import MAX_QUESTIONS
 from grpo.keys import is_loopback
 from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
+from grpo.loss_contract import accepted, check_loss, own_beta
 from grpo.metrics import Means
 from grpo.models import ModelNotFound, quiet_libraries
 from grpo.ranks import RankLost
 from grpo.rollout import Group
 from grpo.step_data import StepData
 from grpo.trackers import NAMES
+from utils import *  # noqa: F403  (so that LOSS may name any loss there, one of your own included)
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
 
 LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils.py
@@ -92,19 +93,26 @@ def advantages(groups: list[Group], args: argparse.Namespace) -> list[torch.Tens
 
 
 def beta(args: argparse.Namespace) -> float:
-    """The weight of the KL term: --beta, or the loss's own default."""
-    return inspect.signature(LOSS).parameters["beta"].default if args.beta is None else args.beta
+    """The weight of the KL term: --beta, or the loss's own default; 0 for a loss that has none."""
+    return own_beta(LOSS) if args.beta is None else args.beta
 
 
 def loss_settings(args: argparse.Namespace, data: StepData, batch: Batch) -> dict:
-    """The keyword arguments of the loss; a clip width that no flag gives is the loss's own default."""
+    """The keyword arguments that the loss takes; a clip width that no flag gives is the loss's own default."""
     settings = {"beta": beta(args), "denominator": data.denominator}
     settings |= {name: getattr(args, name) for name in ("clip_eps", "clip_eps_high") if getattr(args, name) is not None}
     if args.tis_cap is not None:
         settings["importance_weights"] = truncated_importance_weights(
             batch.old_logprobs, batch.sampling_logprobs, args.tis_cap
         )
-    return settings
+    return accepted(LOSS, settings)
+
+
+def check_loss_line(args: argparse.Namespace) -> None:
+    """ValueError where LOSS breaks the contract of a loss, or a flag is for something that it lacks."""
+    flags = {"beta": args.beta, "clip_eps": args.clip_eps, "clip_eps_high": args.clip_eps_high}
+    flags["importance_weights"] = args.tis_cap
+    check_loss(LOSS, {name: value for name, value in flags.items() if value is not None})
 
 
 def diagnostics(batch: Batch, data: StepData, loss: torch.Tensor, entropy: torch.Tensor) -> dict:
@@ -191,6 +199,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if args.tis_cap is not None and args.tis_cap <= 0:
         parser.error(f"--tis_cap is {args.tis_cap}, it must be above 0")
+    try:
+        check_loss_line(args)
+    except ValueError as error:
+        parser.error(str(error))
     if args.ref_sync_steps and not beta(args):
         parser.error(f"--ref_sync_steps {args.ref_sync_steps} renews the reference of the KL term: give --beta above 0")
     if args.publish_steps > args.max_staleness + 1:

@@ -127,24 +127,30 @@ def process_advantages(steps, completion_length, *, scale=True, eps=1e-4):
 # ---------------------------------------------------------------------------------------------------
 # Losses
 #
-# All share one signature, so that another loss is one other name in training_worker.py:
+# Another loss is one other name in training_worker.py: LOSS = dapo_loss. One of your own needs the tensors, in this
+# order, a `denominator` that its sum is divided by, and @per above it, which says what that counts over a step:
 #
-#   loss, metrics = loss_fn(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *, clip_eps,
-#                           clip_eps_high, beta, denominator, importance_weights)
+#   @per(count_tokens)  # or count_sequences, or count_token_budget
+#   def reinforce_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *, denominator):
+#       loss = -(advantages * logprobs).masked_fill(~completion_mask, 0.0).sum() / denominator
+#       return loss, {"logprob": (logprobs.detach()[completion_mask].sum(), completion_mask.sum())}
+#
+# The other keyword arguments are passed to a loss that has them, and a flag for one that it lacks is refused: beta
+# (--beta), clip_eps, clip_eps_high, importance_weights (--tis_cap). A default holds where no flag is given. The
+# learner tries LOSS on a few made-up numbers before it loads anything, and says what is missing.
 #
 #   logprobs            (B, C)  log pi_theta of each completion token; the gradient flows through these alone
 #   old_logprobs        (B, C)  log pi_old
 #   ref_logprobs        (B, C)  log pi_ref, or None if beta is 0
-#   advantages          (B,) one a sequence, or (B, C) one a token
-#   completion_mask     (B, C)  non-zero on the tokens that count. Under a 0 every (B, C) tensor may hold
-#                       anything, NaN included: it changes neither the value nor the gradient
+#   advantages          (B, C)  one a token, as the learner gives them; the losses below take (B,) too
+#   completion_mask     (B, C)  bool, True on the tokens that count; a sequence may have none. Where it is False the
+#                       learner's tensors hold 0 or another finite number; the losses below take NaN there too
 #   clip_eps            the ratio is clipped to [1 - clip_eps, 1 + clip_eps_high];
 #   clip_eps_high       None: the same as clip_eps
 #   beta                weight of the KL term, k3 per token, under the same mean as the policy term
 #   denominator         what the sum is divided by: the count over the whole optimizer step, all micro-batches
-#                       and ranks, so that the losses of any split add up to the loss of the whole. Each
-#                       loss_fn.denominator(completion_mask, max_new_tokens) counts its part of it in one
-#                       micro-batch. None: this batch is the whole step and max_new_tokens is C
+#                       and ranks, so that the losses of any split add up to the loss of the whole. The losses
+#                       below take None too: this batch is the whole step and max_new_tokens is C
 #   importance_weights  (B, C) or None: multiplies the policy term, not the KL (truncated_importance_weights)
 #
 # loss: a scalar in fp32, or in float64 if logprobs are. A sequence without a single unmasked token adds 0 to
@@ -156,7 +162,7 @@ def process_advantages(steps, completion_length, *, scale=True, eps=1e-4):
 #   clip_ratio/region_mean  share with either
 #   approx_kl               token mean of r - 1 - log r, r = pi_theta / pi_old: estimates KL(pi_old, pi_theta)
 #   kl                      token mean of k3, which estimates KL(pi_theta, pi_ref); if there are ref_logprobs
-# Errors: ValueError for beta without ref_logprobs, AssertionError for tensors that are not (B, C).
+# Errors of the losses below: ValueError for beta without ref_logprobs, AssertionError for tensors not (B, C).
 
 MAX_EXPONENT = 20.0  # exp(20) is 5e8: beyond any ratio worth learning from, far from overflow
 MAX_DIFFERENCE = 1e4  # of two log-probs, in nats: wider than any softmax gives, and makes infinities finite
@@ -188,6 +194,16 @@ def count_tokens(completion_mask, max_new_tokens):
 def count_token_budget(completion_mask, max_new_tokens):
     """Sequences x max_new_tokens: a constant a sequence, so that length changes no token's weight."""
     return count_sequences(completion_mask, max_new_tokens) * max_new_tokens
+
+
+def per(count):
+    """Decorator of a loss: `count(completion_mask, max_new_tokens)` is a batch's part of the loss's denominator."""
+
+    def mark(loss_fn):
+        loss_fn.denominator = count
+        return loss_fn
+
+    return mark
 
 
 def _masked_inputs(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, weights, beta):
@@ -270,6 +286,7 @@ def _metrics(ratio, logp, old, ref, advantages, mask, low, high, clip_total=_tok
     return metrics
 
 
+@per(count_sequences)
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *,
               clip_eps=0.2, clip_eps_high=None, beta=0.04, denominator=None, importance_weights=None):
     """GRPO: mean over sequences of the mean over each sequence's tokens of
@@ -288,6 +305,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask,
     return loss, _metrics(ratio, logp, old, ref, adv, mask, low, high)
 
 
+@per(count_sequences)
 def gspo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *,
               clip_eps=3e-4, clip_eps_high=4e-4, beta=0.0, denominator=None, importance_weights=None):
     """GSPO: mean over sequences of -min(s A, clip(s, 1 - eps, 1 + eps_high) A), with one ratio a sequence,
@@ -315,6 +333,7 @@ def gspo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask,
     return loss, _metrics(ratio, logp, old, ref, adv, mask, low, high, clip_total=_sequence_total)
 
 
+@per(count_tokens)
 def dapo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *,
               clip_eps=0.2, clip_eps_high=0.28, beta=0.0, denominator=None, importance_weights=None):
     """DAPO: GRPO's token term with a higher upper clip, as a mean over all tokens: long answers weigh more.
@@ -332,6 +351,7 @@ def dapo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask,
     return loss, _metrics(ratio, logp, old, ref, adv, mask, low, high)
 
 
+@per(count_token_budget)
 def dr_grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *,
                  clip_eps=0.2, clip_eps_high=None, beta=0.0, denominator=None, importance_weights=None):
     """Dr. GRPO: GRPO's token term summed and divided by a constant, sequences x max_new_tokens, so that a
@@ -350,6 +370,7 @@ def dr_grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_ma
     return loss, _metrics(ratio, logp, old, ref, adv, mask, low, high)
 
 
+@per(count_tokens)
 def cispo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask, *,
                clip_eps=0.2, clip_eps_high=0.28, beta=0.0, denominator=None, importance_weights=None):
     """CISPO: mean over all tokens of -stopgrad(min(r, 1 + eps_high)) A log pi_theta: REINFORCE with a capped
@@ -368,8 +389,3 @@ def cispo_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mask
     loss = (policy + beta * _kl(logp, ref)).sum() / _divisor(denominator, count_tokens, mask)
     return loss, _metrics(ratio, logp, old, ref, adv, mask, low, high)
 
-
-# What the learner counts over a whole optimizer step and hands in as denominator.
-grpo_loss.denominator = gspo_loss.denominator = count_sequences
-dapo_loss.denominator = cispo_loss.denominator = count_tokens
-dr_grpo_loss.denominator = count_token_budget

@@ -15,7 +15,9 @@ import socket
 import sys
 
 import sampling_worker  # noqa: F401  (imported so that the forks have it)
-import training_worker  # noqa: F401
+import training_worker
+
+ROOT = os.path.dirname(training_worker.__file__)
 
 
 def main() -> None:
@@ -51,6 +53,8 @@ def start(request: dict) -> int:
         os.environ.update(request["env"])
         sys.argv = request["argv"]
         sys.path[0] = os.path.dirname(sys.argv[0])
+        if os.path.exists(os.path.join(sys.path[0], "grpo")) and sys.path[0] != ROOT:
+            forget_the_project()  # a copy of it is started, with its own files
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -63,6 +67,13 @@ def start(request: dict) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def forget_the_project() -> None:
+    """Have the project's own modules imported again, and nothing else."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("utils", "data", "sampling_worker", "training_worker", "grpo"):
+            del sys.modules[name]
 
 
 if __name__ == "__main__":
