@@ -3,9 +3,10 @@
     examples = load_examples("gsm8k", split="train")     # or a file, a folder, another hub dataset
     examples[0].question, examples[0].answer             # "Natalia sold clips to ...", "72"
     prompt_ids = encode_prompt(tokenizer, examples[0].question)                     # list of P token ids
+    decode = response_decoder(tokenizer, end_ids)                                   # and back: ids -> text
 
 Rows are read when they are asked for: a jsonl file is indexed by line offsets (8 bytes a row), everything
-else is a memory-mapped Arrow table. For a dataset with another kind of answer column, change `gold_answer`.
+else is a memory-mapped Arrow table. For a dataset with golds of another kind, change `gold_answer`.
 """
 
 import csv
@@ -14,17 +15,23 @@ import glob
 import hashlib
 import json
 import logging
+import math
+import numbers
 import os
 import re
 from array import array
 from pathlib import Path
 from typing import NamedTuple
 
+from grpo.numbers import gold_value
+
 SYSTEM_PROMPT = (
     "Solve the problem. Think step by step between <think> and </think>, then give the result between <answer> "
     "and </answer>, as a number alone. Reply in this form:\n<think>reasoning</think><answer>number</answer>"
 )
-GOLD_MARKERS = ("####", r"\boxed{")     # GSM8K, MATH
+HASHES, BOXED = "####", r"\boxed{"      # what a gold stands behind, in GSM8K and in MATH
+MANY_WORDS = 6                          # behind a marker, so many are a heading or a sentence
+NO_ROW, NO_QUESTION, NO_GOLD = "unreadable row", "no question", "no gold answer"    # why a row is left out
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")     # owner/name:config
 FULL_CHECK_ROWS = 20_000                # datasets up to this size are checked and hashed row by row at start,
@@ -32,36 +39,74 @@ SAMPLED_ROWS = 1_024                    # larger ones by this many rows, spread 
 
 
 class Example(NamedTuple):
-    question: str
+    question: str | list    # a text, or chat messages: [{"role": "user", "content": "..."}, ...]
     answer: str     # the gold alone: "72", not the worked solution
+
+
+class RowError(ValueError):
+    """A row that cannot be asked; the message names it, `reason` is what such rows are counted under."""
+
+    def __init__(self, message, reason):
+        super().__init__(message)
+        self.reason = reason
 
 
 # ---------------------------------------------------------------- gold answers
 
-def gold_answer(answer, marker=None):
-    """The gold in one row's answer column. For another kind of dataset, this is the function to change.
+def gold_answer(answer, row=None, marker=None):
+    """The gold of one row. For another kind of dataset, this is the function to change.
 
-    marker "####" takes what follows the last "####" on its line (GSM8K), r"\\boxed{" the content of the last
-    \\boxed{...} whose braces balance (MATH), "" the whole text, None whichever of these the text has. Raises
-    ValueError where there is nothing to take.
+    answer: what the row has in --answer_column, as it is in the file: a text, a number, a list, a dict, or None where
+    there is nothing. row: the whole row, a dict. marker: what most rows have their golds behind, "####" (GSM8K),
+    r"\boxed{" (MATH) or "" for neither. Returns the gold, a text or a number. None, a blank text and any error mean
+    that the row has none.
+
+    Here a number is its own gold, and the gold of a text is what `marked` finds in it, else the whole text.
     """
-    marker = find_marker([answer]) if marker is None else marker
-    if marker not in answer:
-        raise ValueError(f"has no {marker!r} in its answer {answer[-60:]!r}, unlike other rows of this dataset")
-    if marker == "####":
-        gold = answer.rpartition("####")[2].partition("\n")[0]
-    elif marker == r"\boxed{":
-        gold = last_boxed(answer)
-    else:
-        gold = answer
-    if not gold.strip():
-        raise ValueError(f"has nothing after {marker!r} in its answer {answer[-60:]!r}")
-    return gold.strip()
+    if isinstance(answer, numbers.Number):
+        return answer
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError("it must be a number, or text that is not blank; dots lead into nested columns")
+    gold = marked(answer, marker)
+    if gold is None and marker:
+        raise ValueError(f"it has no {marker!r}, unlike other rows of this dataset")
+    return answer.strip() if gold is None else gold
 
 
-def find_marker(answers):
-    """The first of GOLD_MARKERS that any of the answers has, or ""."""
-    return next((marker for marker in GOLD_MARKERS if any(marker in answer for answer in answers)), "")
+def marked(text, marker=None):
+    """What stands behind the last "####" on its line, or in the last \\boxed{...} whose braces balance.
+
+    Of a text with both it is the box where most rows have one (marker), where it comes after the "####", or where the
+    "####" begins a heading or a sentence. None for a text with neither; ValueError where nothing stands there.
+    """
+    if HASHES not in text and BOXED not in text:
+        return None
+    box = last_boxed(text).strip()
+    line, _, below = text.rpartition(HASHES)[2].partition("\n")
+    line = line.strip() if HASHES in text else ""
+    is_heading = bool(line and below.strip()) and gold_value(line) is None
+    is_sentence = len(line.split()) >= MANY_WORDS
+    box_is_last = BOXED in text.rpartition(HASHES)[2]
+    if box and (not line or marker == BOXED or box_is_last or is_heading or is_sentence):
+        return box
+    if is_heading:
+        raise ValueError(f"{HASHES} {line!r:.60} is a heading in it, with text below, and nothing is boxed")
+    if not line:
+        raise ValueError(f"nothing stands behind {HASHES if HASHES in text else BOXED!r} in it")
+    return line
+
+
+def usual_marker(texts):
+    """The marker that most of the texts have, or "" where fewer than half have any."""
+    counts = dict.fromkeys(("rows", HASHES, BOXED, "either"), 0)
+    for text in texts:
+        counts["rows"] += 1
+        counts[HASHES] += HASHES in text
+        counts[BOXED] += BOXED in text
+        counts["either"] += HASHES in text or BOXED in text
+    if not counts["either"] or 2 * counts["either"] < counts["rows"]:
+        return ""
+    return HASHES if counts[HASHES] >= counts[BOXED] else BOXED
 
 
 def last_boxed(text):
@@ -83,8 +128,8 @@ class Examples:
     The fingerprint is a sha256 over the number of rows and over questions and golds (all of them up to
     FULL_CHECK_ROWS rows, else SAMPLED_ROWS of them), so the same rows have the same fingerprint from jsonl, csv,
     parquet or the hub, on any machine. The rows it covers are checked at start, any other when it is reached;
-    a bad row raises a ValueError that names it. If any of the first 100 answers has one of GOLD_MARKERS, every
-    answer must have it.
+    a bad row raises a RowError that names it. If at least half of the covered answers have a marker, every answer
+    must have one.
     """
 
     def __init__(self, rows, question_column, answer_column, marker=None):
@@ -92,7 +137,8 @@ class Examples:
             raise ValueError(f"--dataset {rows.source} has no rows: give another file or --split")
         self.rows, self.question_column, self.answer_column = rows, question_column, answer_column
         if marker is None:
-            marker = find_marker([self.texts(index)[1] for index in range(min(100, len(rows)))])
+            answers = (field(self.row(index), answer_column) for index in self.covered())
+            marker = usual_marker(answer for answer in answers if isinstance(answer, str))
         self.marker = marker
         self.fingerprint = self.hash_rows()
 
@@ -101,33 +147,108 @@ class Examples:
 
     def __getitem__(self, index):
         index = range(len(self))[index]
-        question, answer = self.texts(index)
-        try:
-            return Example(question, gold_answer(answer, self.marker))
-        except ValueError as error:
-            raise ValueError(f"{self.rows.place(index)} {error}: repair it or choose --answer_column") from None
+        row = self.row(index)
+        return Example(self.question(row, index), self.gold(row, index))
 
-    def texts(self, index):
-        """The question and the answer column of row `index`, checked to be text."""
-        row = self.rows[index]
-        for column, flag in (self.question_column, "--question_column"), (self.answer_column, "--answer_column"):
-            if column not in row:
-                raise ValueError(f"{self.rows.place(index)} has no column {column!r}, it has {', '.join(row)}: "
-                                 f"set {flag}")
-            if not is_text(row[column]):
-                raise ValueError(f"{self.rows.place(index)} has {row[column]!r:.60} as its {column}, which must be "
-                                 f"valid text and not blank: repair it or choose {flag}")
-        return row[self.question_column], row[self.answer_column]
+    def row(self, index):
+        try:
+            return self.rows[index]
+        except ValueError as error:
+            raise RowError(str(error), NO_ROW) from None
+
+    def question(self, row, index):
+        """The question of a row, checked: text, or chat messages."""
+        value = field(row, self.question_column)
+        if is_text(value):
+            return value
+        try:
+            return chat_messages(value)
+        except ValueError as error:
+            raise self.fault(row, index, self.question_column, "--question_column", error, NO_QUESTION) from None
+
+    def gold(self, row, index):
+        """The gold of a row as text."""
+        answer = field(row, self.answer_column)
+        try:
+            gold = gold_text(gold_answer(answer, row, self.marker))
+        except Exception as error:  # gold_answer is for users to change, and theirs may raise anything
+            if type(error) is not ValueError:
+                error = f"gold_answer raised {error!r:.200}"
+            raise self.fault(row, index, self.answer_column, "--answer_column", error, NO_GOLD) from None
+        return gold
+
+    def fault(self, row, index, column, flag, error, reason):
+        """The RowError for what a row has in a column."""
+        place, value, names = self.rows.place(index), field(row, column), ", ".join(field_names(row))
+        if value is None and column not in row and column not in field_names(row):
+            return RowError(f"{place} has no column {column!r}, it has {names}: set {flag}", reason)
+        shown = repr(value[-60:]) if isinstance(value, str) else f"{value!r:.60}"
+        return RowError(f"{place} has {shown} as its {column}: {error}; repair it or choose {flag}", reason)
+
+    def covered(self):
+        """The rows that are looked at when the dataset is opened, first and last too."""
+        rows = len(self)
+        if rows <= FULL_CHECK_ROWS:
+            return range(rows)
+        return [i * (rows - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)]
 
     def hash_rows(self):
-        rows = len(self)
-        covered = range(rows)
-        if rows > FULL_CHECK_ROWS:
-            covered = [i * (rows - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)]   # first and last too
-        digest = hashlib.sha256(f"{rows} rows".encode())
-        for index in covered:
+        digest = hashlib.sha256(f"{len(self)} rows".encode())
+        for index in self.covered():
             digest.update(json.dumps(self[index]).encode())     # escaped to ASCII: one form for one text
         return digest.hexdigest()
+
+
+def gold_text(gold):
+    """What gold_answer returned as text: 204 and 204.0 are "204"."""
+    if isinstance(gold, float) and gold.is_integer():
+        gold = int(gold)
+    if isinstance(gold, numbers.Number) and math.isfinite(gold):
+        return str(gold)
+    if not is_text(gold):
+        raise ValueError(f"its gold is {gold!r:.60}, which must be a finite number, or valid text that is not blank")
+    return gold.strip()
+
+
+def chat_messages(value):
+    """A prompt given as chat messages, as [{"role": ..., "content": text}, ...]; ValueError for anything else."""
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise ValueError("it must be valid text and not blank, or a list of chat messages")
+    turns = [{"role": turn.get("role"), "content": message_text(turn.get("content"))} for turn in value]
+    if not all(is_text(text) for turn in turns for text in turn.values()):
+        raise ValueError("each chat message must have a role and a content of text that is not blank")
+    if turns[-1]["role"] == "assistant":
+        raise ValueError("the last chat message must not be the assistant's, which is the answer")
+    return turns
+
+
+def message_text(content):
+    """The text of a message, which may be in parts: [{"type": "text", "text": ...}, ...]."""
+    if isinstance(content, list) and all(isinstance(part, dict) and is_text(part.get("text")) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def field(row, column):
+    """A column of a row, by its name or by a dotted path into nested ones (prompt.0.content); None if it is absent."""
+    if column in row:
+        return row[column]
+    value = row
+    for part in column.split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict):
+            value = value.get(part)
+        else:
+            return None
+    return value
+
+
+def field_names(row):
+    """The columns of a row, nested ones by their paths."""
+    nested = {name: value for name, value in row.items() if isinstance(value, dict) and value}
+    return [path for name in row for path in ([f"{name}.{n}" for n in field_names(nested[name])] if name in nested
+                                              else [name])]
 
 
 def is_text(value):
@@ -197,7 +318,7 @@ def load_examples(dataset="gsm8k", split="train", question_column="question", an
     """
     dataset = str(dataset)
     if dataset in ("gsm8k", "openai/gsm8k", "openai/gsm8k:main"):
-        return Examples(load_hub("openai/gsm8k:main", split), question_column, answer_column, marker="####")
+        return Examples(load_hub("openai/gsm8k:main", split), question_column, answer_column, marker=HASHES)
     path = Path(dataset).expanduser()
     if path.is_dir():
         rows = load_folder(path, split)
@@ -223,8 +344,10 @@ def load_files(paths):
         if kind == "csv":       # every column as text: a column of numbers keeps its digits, "NA" stays "NA"
             from datasets import Features, Value
             with open(paths[0], newline="", encoding="utf-8-sig") as file:
-                columns = next(csv.reader(file), [])
-            options.update(features=Features({name: Value("string") for name in columns}), keep_default_na=False)
+                columns = [name for name in next(csv.reader(file), []) if name.strip()]    # not an unnamed index
+            features = Features({name: Value("string") for name in columns})
+            # without index_col=False, lines that end in one comma too many have their columns moved by one
+            options.update(features=features, keep_default_na=False, index_col=False)
         if all(path.stat().st_size == 0 for path in paths):
             return Table([], source)
     except (OSError, UnicodeDecodeError) as error:
@@ -326,30 +449,38 @@ def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
 def render_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
     """The prompt's text: the chat template with our system turn, the question, and the opening of the reply.
 
-    A template that takes no system turn gets the system prompt at the head of the user turn. Without a template
-    the text is system prompt, "Question: ..." and "Answer:", with blank lines between. An empty system prompt
-    means no system turn, the template's own included.
+    A question of chat messages takes the place of the user turn; a system message that they begin with takes the
+    place of ours. A template that takes no system turn gets the system prompt at the head of the user turn. Without
+    a template the text is system prompt, "Question: ..." and "Answer:", with blank lines between. An empty system
+    prompt means no system turn, the template's own included. Raises RowError for messages that the template refuses.
     """
+    turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    if turns[0]["role"] == "system":
+        system_prompt = turns.pop(0)["content"]
     if not tokenizer.chat_template:
-        return "\n\n".join(part for part in (system_prompt, f"Question: {question}", "Answer:\n") if part)
+        heads = {"user": "Question: ", "assistant": "Answer:\n"}
+        parts = [system_prompt, *(heads.get(turn["role"], "") + turn["content"] for turn in turns), "Answer:\n"]
+        return "\n\n".join(part for part in parts if part)
     from jinja2 import TemplateError
 
-    def render(*turns):
-        messages = [{"role": role, "content": content} for role, content in turns]
+    def render(messages):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     try:
-        with_system = render(("system", system_prompt), ("user", question))
+        with_system = render([{"role": "system", "content": system_prompt}, *turns])
     except TemplateError:
         with_system = ""
     if system_prompt.strip() and system_prompt.strip() in with_system:
         return with_system
-    if system_prompt.strip():
-        say_once("The chat template takes no system turn: the system prompt is put before the question.")
-        return render(("user", f"{system_prompt}\n\n{question}"))
-    # Qwen2.5's template writes a system turn of its own when it gets none, and an empty one keeps that out;
-    # other templates need no turn. The shorter text is the one with nothing that nobody wrote.
-    without_system = render(("user", question))
+    try:
+        if system_prompt.strip():
+            say_once("The chat template takes no system turn: the system prompt is put before the question.")
+            return render([turns[0] | {"content": f"{system_prompt}\n\n{turns[0]['content']}"}, *turns[1:]])
+        # Qwen2.5's template writes a system turn of its own when it gets none, and an empty one keeps that out;
+        # other templates need no turn. The shorter text is the one with nothing that nobody wrote.
+        without_system = render(turns)
+    except TemplateError as error:
+        raise RowError(f"the chat template refuses the messages {turns!r:.200}: {error}", NO_QUESTION) from None
     return min(without_system, with_system or without_system, key=len)
 
 
@@ -365,3 +496,18 @@ def response_prefix(rendered_prompt):
     tag and the format reward would be 0 for ever.
     """
     return "<think>" if rendered_prompt.rstrip().endswith("<think>") else ""
+
+
+def response_decoder(tokenizer, end_ids):
+    """A function from a completion's token ids (a list or a tensor) to its text, for rewards and evaluation.
+
+    Only the tokens that end a completion (end_ids, and the tokenizer's own) and padding are left out. Other special
+    tokens stay: tags such as <think> are special tokens of some models, and the reward looks for them.
+    """
+    dropped = {*end_ids, tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+    def decode(ids):
+        kept = [token for token in map(int, ids) if token not in dropped]
+        return tokenizer.decode(kept, skip_special_tokens=False)
+
+    return decode

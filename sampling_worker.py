@@ -24,14 +24,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and may lock up after a fork otherwise
 
 import torch
 
-from data import SYSTEM_PROMPT, encode_prompt, load_examples, response_prefix
+from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, response_decoder, response_prefix
 from grpo.adapters import AdapterError, AdapterStore, find_adapter
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
@@ -52,7 +52,7 @@ from grpo.models import (
 from grpo.outbox import Outbox
 from grpo.policy import Policy
 from grpo.rollout import PROTOCOL_VERSION, Group, pack
-from grpo.scoring import RewardError, RewardPool
+from grpo.scoring import Failures, RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
 from grpo.vllm_engine import VllmPolicy
 from utils import check_answer, check_answer_lenient, check_format, reward_function
@@ -60,6 +60,7 @@ from utils import check_answer, check_answer_lenient, check_format, reward_funct
 TOO_LONG = "prompt longer than --max_prompt_length"
 MAX_TOKENS = 1 << 14  # completion tokens that are scored at a time
 EVALUATION = ("limit", "samples", "temperature", "dtype", "evaluate_output")  # flags without meaning in a run
+TOLD: set[str] = set()  # kinds of trouble that a line was printed about
 MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
@@ -110,7 +111,9 @@ class Sampler:
             args.keys,
         )
         self.reward_pool = RewardPool(reward_function, args.reward_workers, args.reward_timeout)
-        self.outbox = Outbox(self.reward_and_send)
+        self.reward_failures, self.rewarded = Failures(), 0.0
+        self.decode = response_decoder(self.tokenizer, eos_token_ids(self.model, self.tokenizer))
+        self.outbox = Outbox(self.reward_and_send, start=self.start_rewards)
         stop_on_signals(self.channel)
 
     def hello(self) -> dict:
@@ -171,12 +174,12 @@ class Sampler:
         version = tickets[0].version
         self.policy.load_version(self.store, self.welcome["run_id"], version, self.args.adapter_timeout)
         by_index = {ticket.prompt_index: ticket.ticket_id for ticket in tickets}
-        questions = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
-        for index in by_index.keys() - {question.index for question in questions}:
-            self.channel.drop(by_index[index], TOO_LONG)
+        questions, left_out = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
+        for index, reason in left_out.items():
+            self.channel.drop(by_index[index], reason)
         for records in evaluate(
             self.policy,
-            functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+            self.decode,
             questions,
             judge,
             samples=0,
@@ -192,15 +195,14 @@ class Sampler:
             print(f"adapter version {self.policy.version} ({self.policy.sha256[:12]}) is in use", flush=True)
 
     def prompts(self, tickets: list[Ticket]) -> dict[Ticket, list[int]]:
-        """Each ticket's prompt as token ids; a ticket whose prompt is too long is given back."""
+        """Each ticket's prompt as token ids; one whose row has no gold, or is too long, is dropped with the reason."""
         prompts = {}
         for ticket in tickets:
-            question = self.examples[ticket.prompt_index].question
-            prompt_ids = encode_prompt(self.tokenizer, question, self.args.system_prompt)
-            if len(prompt_ids) <= self.args.max_prompt_length:
-                prompts[ticket] = prompt_ids
+            question, reason = read_question(self.tokenizer, self.examples, ticket.prompt_index, self.args)
+            if reason:
+                self.channel.drop(ticket.ticket_id, reason)
             else:
-                self.channel.drop(ticket.ticket_id, TOO_LONG)
+                prompts[ticket] = question.prompt_ids
         return prompts
 
     def generate(self, prompts: dict[Ticket, list[int]]) -> list[list[Completion]]:
@@ -272,26 +274,38 @@ class Sampler:
             },
         )
 
-    def reward_and_send(self, group: Group) -> None:
-        """Call reward_function on each completion's text, put the results into the group, send it."""
+    def start_rewards(self, group: Group) -> tuple:
+        """Hand each completion's text to reward_function; returns what reward_and_send takes."""
         started = time.monotonic()
-        ids = group.completions()
         prefix = response_prefix(self.tokenizer.decode(group.prompt_ids))
-        texts = [prefix + self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        texts = [prefix + self.decode(row) for row in group.completions()]
         answer = self.examples[group.prompt_index].answer
-        scores = self.reward_pool.score_all(texts, answer, group.prompt_index)
+        return group, self.reward_pool.start(texts, answer, group.prompt_index), len(prefix), started
+
+    def reward_and_send(self, work: tuple) -> None:
+        """Put the results of reward_function into the group and send it; without them its ticket is dropped."""
+        group, calls, prefix, started = work
+        try:
+            scores = self.reward_pool.results(calls)
+        except RewardError as error:
+            self.reward_failures.bad(error)
+            return self.channel.drop(group.ticket_id, error.reason)
+        finally:
+            now = time.monotonic()  # groups are rewarded at the same time, and no second may count for two of them
+            seconds, self.rewarded = now - max(started, self.rewarded), now
+        self.reward_failures.good()
         group.rewards = torch.tensor([one.reward for one in scores])
         for name in sorted({name for one in scores for name in one.components}):
             group.components[name] = torch.tensor([one.components.get(name, 0.0) for one in scores])
-        for name, tensor in self.step_tensors(scores, ids, len(prefix)).items():
+        for name, tensor in self.step_tensors(scores, group.completions(), prefix).items():
             setattr(group, name, tensor)
-        group.stats["reward_seconds"] = time.monotonic() - started
+        group.stats["reward_seconds"] = seconds
         self.channel.send(group.ticket_id, pack(group))
 
     def step_tensors(self, scores, ids: list[torch.Tensor], prefix: int) -> dict[str, torch.Tensor]:
         """The scores' (end_character, reward) steps by token: the fields step_rows, step_ends and step_rewards."""
         steps = [
-            (row, token_at(self.tokenizer, ids[row], end - prefix), reward)
+            (row, token_at(self.decode, ids[row], end - prefix), reward)
             for row, one in enumerate(scores)
             for end, reward in one.steps
             if len(ids[row])
@@ -336,19 +350,21 @@ def evaluate_policy(args: argparse.Namespace) -> None:
     tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
     examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
     indices = range(min(len(examples), args.limit or len(examples)))
-    questions = held_out_questions(tokenizer, examples, indices, args)
-    if not questions:
+    questions, left_out = held_out_questions(tokenizer, examples, indices, args)
+    too_long = sum(reason == TOO_LONG for reason in left_out.values())
+    if too_long == len(indices):
         raise ValueError(f"all {len(indices)} prompts are longer than --max_prompt_length {args.max_prompt_length}")
-    policy = Policy(
-        model, eos_token_ids(model, tokenizer), args.device, dtype=args.dtype, temperature=args.temperature
-    )
+    if not questions:
+        raise ValueError(f"--dataset {args.dataset}: no row can be asked ({', '.join(sorted(set(left_out.values())))})")
+    eos_ids = eos_token_ids(model, tokenizer)
+    policy = Policy(model, eos_ids, args.device, dtype=args.dtype, temperature=args.temperature)
     adapter = find_adapter(args.lora_path)
     if adapter:
         policy.load_folder(adapter)
     facts = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
     evaluate_to_files(
         policy,
-        functools.partial(tokenizer.decode, skip_special_tokens=True),
+        response_decoder(tokenizer, eos_ids),
         questions,
         judge,
         samples=args.samples,
@@ -357,17 +373,36 @@ def evaluate_policy(args: argparse.Namespace) -> None:
             policy.model, max(1, args.samples), args.max_prompt_length, args.max_new_tokens
         ),
         output=Path(args.evaluate_output),
-        facts=facts | {"prompts_too_long": len(indices) - len(questions)},
+        facts=facts | {"prompts_too_long": too_long, "rows_left_out": len(left_out) - too_long},
     )
 
 
 def judge(response: str, answer: str) -> dict[str, bool]:
     """The verdicts that evaluation reports."""
-    return {
-        "strict": check_answer(response, answer),
-        "lenient": check_answer_lenient(response, answer),
-        "format": check_format(response),
+    checks = {
+        "strict": lambda: check_answer(response, answer),
+        "lenient": lambda: check_answer_lenient(response, answer),
+        "format": lambda: check_format(response),
     }
+    return {name: verdict(name, check) for name, check in checks.items()}
+
+
+def verdict(name: str, check: Callable[[], bool]) -> bool:
+    """What a check of utils.py says; one that fails on a response is no reason to lose the answers to all others."""
+    try:
+        return bool(check())
+    except Exception as error:  # utils.py is the user's code, which may raise anything
+        tell_once(
+            f"{name}, {type(error)}", f"evaluation: the {name} check fails, which counts as not passed: {error!r}"
+        )
+        return False
+
+
+def tell_once(kind: str, text: str) -> None:
+    """Print a line, the first time that something of this kind comes up."""
+    if kind not in TOLD:
+        TOLD.add(kind)
+        print(text, flush=True)
 
 
 def load_held_out(args: argparse.Namespace):
@@ -380,23 +415,39 @@ def load_held_out(args: argparse.Namespace):
     return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
 
 
-def held_out_questions(tokenizer, examples, indices, args: argparse.Namespace) -> list[Question]:
-    """The questions of these rows, ready for the model, without those whose prompt is too long."""
-    questions = []
+def held_out_questions(
+    tokenizer, examples, indices, args: argparse.Namespace
+) -> tuple[list[Question], dict[int, str]]:
+    """The questions of these rows, ready for the model, and why the others are left out."""
+    questions, left_out = [], {}
     for index in indices:
+        question, reason = read_question(tokenizer, examples, index, args)
+        if reason:
+            left_out[index] = reason
+        else:
+            questions.append(question)
+    return questions, left_out
+
+
+def read_question(tokenizer, examples, index: int, args: argparse.Namespace) -> tuple[Question | None, str]:
+    """A row as a question ready for the model, or why it is none."""
+    try:
         question, answer = examples[index]
         prompt_ids = encode_prompt(tokenizer, question, args.system_prompt)
-        if len(prompt_ids) <= args.max_prompt_length:
-            questions.append(Question(index, prompt_ids, response_prefix(tokenizer.decode(prompt_ids)), answer))
-    return questions
+    except RowError as error:
+        tell_once(error.reason, f"left out ({error.reason}), as any such row is: {error}")
+        return None, error.reason
+    if len(prompt_ids) > args.max_prompt_length:
+        return None, TOO_LONG
+    return Question(index, prompt_ids, response_prefix(tokenizer.decode(prompt_ids)), answer), ""
 
 
-def token_at(tokenizer, ids: torch.Tensor, characters: int) -> int:
+def token_at(decode: Callable, ids: torch.Tensor, characters: int) -> int:
     """Index of the token with which the first `characters` characters of the decoded text are complete."""
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2
-        if len(tokenizer.decode(ids[: middle + 1], skip_special_tokens=True)) >= characters:
+        if len(decode(ids[: middle + 1])) >= characters:
             high = middle
         else:
             low = middle + 1

@@ -9,7 +9,6 @@ format and right last step; it teaches no new arithmetic.
 """
 
 import argparse
-import functools
 import json
 import shutil
 import time
@@ -19,7 +18,7 @@ import demo.problems
 import demo.tiny_model
 import demo.warm_start
 import sampling_worker
-from data import load_examples
+from data import load_examples, response_decoder
 from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
@@ -104,11 +103,12 @@ def held_out_accuracy(model_path: Path, problems: Path, adapter: Path | None) ->
     args = sampling_worker.parse_args(["--system_prompt", SYSTEM_PROMPT, "--device", "cpu"])
     examples = load_examples(problems / "test.jsonl")
     tokenizer, model = load_tokenizer(str(model_path)), load_model(str(model_path))
-    questions = held_out_questions(tokenizer, examples, range(len(examples)), args)
-    policy = Policy(model, eos_token_ids(model, tokenizer), "cpu", dtype="float32", temperature=1.0)
+    questions, _ = held_out_questions(tokenizer, examples, range(len(examples)), args)
+    eos_ids = eos_token_ids(model, tokenizer)
+    policy = Policy(model, eos_ids, "cpu", dtype="float32", temperature=1.0)
     if adapter:
         policy.load_folder(adapter)
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    decode = response_decoder(tokenizer, eos_ids)
     settings = dict(samples=4, max_new_tokens=NEW_TOKENS, batch_size=256)
     started = time.monotonic()
     batches = evaluate(policy, decode, questions, judge, **settings)

@@ -1,6 +1,7 @@
 """data.py: rows and golds from every kind of source, one clear sentence for each fault, prompts rendered once."""
 
 import json
+import math
 import re
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import data
-from data import encode_prompt, gold_answer, load_examples, render_prompt, response_prefix
+from data import RowError, encode_prompt, gold_answer, load_examples, render_prompt, response_decoder, response_prefix
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"the GSM8K files are not in {GSM8K}")
@@ -170,6 +171,139 @@ def test_math_style_rows(tmp_path):
     assert "boxed" in fault(write_jsonl(tmp_path / "b.jsonl", rows), **columns)
 
 
+STEPS = "#### Step 1: read\nTwo.\n#### Step 2: solve x + 2 = 9\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        (STEPS + r"so it is \boxed{7}.", "7"),
+        (STEPS + r"so it is \boxed{7}." + "\n#### Note\nas above", "7"),  # a heading below the box
+        ("#### 2\nx is nine, \\boxed{9}", "9"),  # a numbered heading
+        (r"\boxed{3}, and then" + "\n#### 8", "8"),  # the answer comes last
+        (r"#### the answer is \boxed{7}", "7"),
+        (r"\boxed{7}" + "\n#### that was all that there is to say", "7"),
+        ("#### \n\\boxed{7}", "7"),
+        ("####\u00a0 1,000 apples", "1,000 apples"),
+        ("#### 5\n\nThat is the end.", "5"),
+    ],
+)
+def test_of_headings_and_boxes_the_answer_is_taken(text, gold):
+    assert gold_answer(text) == gold
+
+
+def test_a_heading_is_no_gold():
+    with pytest.raises(ValueError, match="'Step 2: solve x . 2 = 9' is a heading in it"):
+        gold_answer(STEPS + "It is 7.")
+
+
+def test_the_marker_is_that_of_most_rows_and_one_odd_row_is_read_by_its_own(tmp_path):
+    def golds(name, *answers):
+        rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        return [example.answer for example in load_examples(write_jsonl(tmp_path / f"{name}.jsonl", rows))]
+
+    both = r"\boxed{3}" + "\n#### 4"
+    assert golds("a", "#### 1", "#### 2", both) == ["1", "2", "4"]
+    assert golds("b", r"\boxed{1}", r"\boxed{2}", both) == ["1", "2", "3"]
+    assert golds("c", "#### 1", "#### 2", STEPS + r"\boxed{7}") == ["1", "2", "7"]
+    assert golds("d", "1", "2", "3", STEPS + r"\boxed{7}") == ["1", "2", "3", "7"]
+    assert golds("e", *["#### 1"] * 150, r"\boxed{7}") == ["1"] * 150 + ["7"]
+    plain_first = [{"question": "q", "answer": "1"}] * 120 + [{"question": "q", "answer": "#### 2"}] * 200
+    assert "line 1, has '1' as its answer: it has no '####'" in fault(write_jsonl(tmp_path / "f.jsonl", plain_first))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(204, "204"), (0.5, "0.5"), (204.0, "204"), (-3, "-3"), (10**20, "1" + "0" * 20)]
+)
+def test_a_gold_that_is_a_number_is_its_text(tmp_path, value, text):
+    assert load_examples(write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": value}]))[0].answer == text
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"content": "1 + 1?", "role": "user"}],
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 0, "deep": {"er": "3"}},
+}
+
+
+def test_nested_columns_and_prompts_of_chat_messages(tmp_path, cache):
+    from datasets import Dataset
+
+    Dataset.from_list([VERL]).to_parquet(str(tmp_path / "rows.parquet"))
+    write_jsonl(tmp_path / "rows.jsonl", [VERL])
+    columns = dict(question_column="prompt", answer_column="reward_model.ground_truth")
+    loaded = [load_examples(tmp_path / name, **columns) for name in ("rows.parquet", "rows.jsonl")]
+    assert [examples[0].answer for examples in loaded] == ["2", "2"]
+    assert loaded[0][0].question == loaded[1][0].question == [{"role": "user", "content": "1 + 1?"}]
+    assert loaded[0].fingerprint == loaded[1].fingerprint
+    columns = dict(question_column="prompt.0.content", answer_column="extra_info.deep.er")
+    deeper = load_examples(tmp_path / "rows.jsonl", **columns)
+    assert list(deeper) == [("1 + 1?", "3")]
+    message = fault(tmp_path / "rows.jsonl", question_column="prompt", answer_column="reward_model.truth")
+    assert "no column 'reward_model.truth'" in message and "reward_model.ground_truth" in message
+    message = fault(tmp_path / "rows.jsonl", question_column="prompt", answer_column="reward_model")
+    assert "a number, or text that is not blank; dots lead into nested columns" in message
+    dotted = {"question": "q", "reward.model": 5}
+    assert load_examples(write_jsonl(tmp_path / "d.jsonl", [dotted]), answer_column="reward.model")[0].answer == "5"
+
+
+@pytest.mark.parametrize("messages", [
+    [], [7], [{"role": "user"}], [{"role": "user", "content": " "}], [{"content": "1+1?"}],
+    [{"from": "human", "value": "x"}],
+    [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+])  # fmt: skip
+def test_messages_that_are_no_prompt_are_refused(tmp_path, messages):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": messages, "answer": "2"}])
+    assert "chat message" in fault(path) and "--question_column" in fault(path)
+
+
+def test_gold_answer_sees_the_raw_value_and_the_row(tmp_path, monkeypatch):
+    seen = []
+
+    def own(answer, row, marker):
+        seen.append((answer, row["options"]))
+        return row["options"][answer["correct"]]
+
+    rows = [{"question": "q", "answer": {"correct": 1}, "options": ["a", 5]}, {"question": "r", "options": []}]
+    monkeypatch.setattr(data, "gold_answer", own)
+    assert load_examples(write_jsonl(tmp_path / "one.jsonl", rows[:1]))[0].answer == "5"
+    assert seen[0] == ({"correct": 1}, ["a", 5])
+    assert "line 2, has no column 'answer', it has question" in fault(write_jsonl(tmp_path / "two.jsonl", rows))
+    rows[1]["answer"] = {"correct": 3}
+    assert "gold_answer raised IndexError" in fault(write_jsonl(tmp_path / "three.jsonl", rows))
+    monkeypatch.setattr(data, "gold_answer", lambda answer, row, marker: None)
+    assert "its gold is None, which must be" in fault(tmp_path / "one.jsonl")
+
+
+def test_a_bad_row_beyond_those_that_are_looked_at_says_why_when_it_is_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "FULL_CHECK_ROWS", 20)
+    monkeypatch.setattr(data, "SAMPLED_ROWS", 5)  # rows 0, 25, 50, 75 and 100 of 101
+    rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(101)]
+    rows[30]["answer"], rows[31]["question"], rows[32] = "none", None, []
+    examples = load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
+    reasons = {}
+    for index in range(101):
+        try:
+            assert examples[index].answer == str(index)
+        except RowError as error:
+            assert f"rows.jsonl, line {index + 1}," in str(error)
+            reasons[index] = error.reason
+    assert reasons == {30: "no gold answer", 31: "no question", 32: "unreadable row"}
+
+
+@pytest.mark.parametrize("lines", [
+    [",question,answer", "0,a,007", "1,b,8"],  # df.to_csv(path)
+    ["question,answer,", "a,007,", "b,8,"],
+    ["question,answer", "a,007,", "b,8,"],
+    ["question,,answer, ,answer", "a,x,007,y,z", "b,x,8,y,z"],
+    ["id,question,answer", "5,a,007", "6,b,8"],
+])  # fmt: skip
+def test_csv_columns_that_nobody_named_are_left_alone(tmp_path, cache, lines):
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    assert list(load_examples(tmp_path / "rows.csv")) == [("a", "007"), ("b", "8")]
+
+
 # ---------------------------------------------------------------- faults
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
@@ -179,7 +313,7 @@ def test_row_without_the_marker(tmp_path, bad):
     assert f"rows.jsonl, line {bad + 1}," in message and "'####'" in message and "just 7" in message
 
 
-@pytest.mark.parametrize("value", [None, 7, "", " \n", ["x"], "half \ud83d"])
+@pytest.mark.parametrize("value", [None, math.nan, "", " \n", ["x"], "half \ud83d"])
 @pytest.mark.parametrize("column", ["question", "answer"])
 def test_row_that_is_not_text(tmp_path, column, value):
     path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], column: value}], ensure_ascii=True)
@@ -408,6 +542,53 @@ def test_tokenizer_without_chat_template(make_tokenizer):
         text = text_of(tokenizer, encode_prompt(tokenizer, "1+1?", "Be brief."))
         assert text == "<s>Be brief.\n\nQuestion: 1+1?\n\nAnswer:\n"
         assert text_of(tokenizer, encode_prompt(tokenizer, "1+1?", "")) == "<s>Question: 1+1?\n\nAnswer:\n"
+
+
+CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
+
+
+@pytest.mark.parametrize("template", [QWEN, TURNS, NO_SYSTEM])
+def test_chat_messages_go_through_the_template_with_our_system_prompt_or_their_own(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT]
+    own, end = "<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>assistant\n"
+    for messages, system in ((CHAT, "Be brief."), ([{"role": "system", "content": "Be long."}, *CHAT], "Be long.")):
+        text = text_of(tokenizer, encode_prompt(tokenizer, messages, "Be brief."))
+        expected = [own.format(system), *turns, end]
+        if template is NO_SYSTEM:
+            expected = [turns[0].replace("1+1?", f"{system}\n\n1+1?"), *turns[1:], end]
+        assert text == "".join(expected)
+    single = [{"role": "user", "content": "1+1?"}]
+    assert encode_prompt(tokenizer, single, "Be brief.") == encode_prompt(tokenizer, "1+1?", "Be brief.")
+
+
+def test_chat_messages_without_a_template_are_plain_text(make_tokenizer):
+    text = text_of(make_tokenizer(), encode_prompt(make_tokenizer(), CHAT, "Be brief."))
+    assert text == "<s>Be brief.\n\nQuestion: 1+1?\n\nAnswer:\n2\n\nQuestion: 2+2?\n\nAnswer:\n"
+
+
+def test_messages_that_the_template_refuses_are_a_row_that_cannot_be_asked(make_tokenizer):
+    strict = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    with pytest.raises(RowError, match="no tools"):
+        encode_prompt(make_tokenizer(strict + TURNS), [{"role": "tool", "content": "x"}])
+
+
+def test_only_end_and_padding_tokens_are_left_out_of_a_response():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<end>", "<turn>", "<think>", "</think>", "<answer>", "</answer>", "7", "8"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tags = words[3:7]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", extra_special_tokens=tags
+    )
+    assert fast.decode(range(9), skip_special_tokens=True) == "<turn> 7 8"
+    decode = response_decoder(fast, [2])
+    assert decode([3, 7, 4, 5, 8, 6, 1, 0, 0]) == "<think> 7 </think> <answer> 8 </answer>"
+    import torch
+    assert decode(torch.tensor([7, 2], dtype=torch.int32)) == "7" and decode([]) == ""
 
 
 def test_prefilled_think_tag_is_given_back(make_tokenizer):
