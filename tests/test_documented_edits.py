@@ -1,13 +1,16 @@
 """The edits that the README tells users to make, made in a copy of the project as they would make them."""
 
+import json
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
-from processes import LIMIT, ROOT, Worker, learner, sampler
+from processes import ENVIRONMENT, LIMIT, ROOT, Worker, learner, sampler
 from tiny import ds_config, free_port, save_questions, save_tiny
 
+from data import FULL_CHECK_ROWS
 from grpo.metrics import read_metrics
 
 LOSSES = ("grpo_loss", "gspo_loss", "dapo_loss", "dr_grpo_loss", "cispo_loss")
@@ -107,3 +110,85 @@ def test_what_is_missing_in_a_loss_of_ones_own_is_said_before_anything_is_loaded
     assert trainer.wait(LIMIT) != 0
     assert "reinforce_loss does not say what its sum is divided by: write @per(count_tokens)" in trainer.output()
     assert "Traceback" not in trainer.output() and "no/such/model" not in trainer.output()
+
+
+# A reward for chosen prompts raises what ends a program; others leave completions out, or reward steps.
+OWN_REWARD = '''
+import sys
+
+
+def reward_function(response: str, answer: str) -> dict:
+    if answer.startswith("bad"):
+        sys.exit(3)
+    even = [i + 1 for i, c in enumerate(response) if c in "02468"]
+    return {
+        "reward": None if len(even) == 3 else len(even) / max(1, len(response)),
+        "even": len(even),
+        "steps": [(end, end % 3) for end in even],
+    }
+'''
+OWN_GOLD = '''
+def gold_answer(answer, row, marker):
+    return row["options"][answer["correct"]]
+'''
+
+
+def own_rows(folder, rows):
+    """A file of multiple-choice rows; some that nobody looks at when it is opened lack their gold."""
+    looked_at = {i * (rows - 1) // 1023 for i in range(1024)}
+    lines = []
+    for n in range(rows):
+        options = ["wrong", f"bad {n}" if n % 4 == 1 else n]
+        if n % 4 == 2 and n not in looked_at:
+            options = []
+        lines.append({"task": [{"role": "user", "content": f"{n % 90} a"}], "key": {"correct": 1}, "options": options})
+    path = folder / "choices.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.slow
+def test_a_reward_and_a_kind_of_row_of_ones_own_train_and_what_fails_is_left_out(tmp_path, kept_run, start):
+    folder, _ = kept_run
+    project = copy_of_the_project(tmp_path / "copy")
+    edit(project / "utils.py", r"^def reward_function\(", "def shipped_reward(")
+    edit(project / "data.py", r"^def gold_answer\(", "def shipped_gold(")
+    for name, source in (("utils.py", OWN_REWARD), ("data.py", OWN_GOLD)):
+        with open(project / name, "a") as file:
+            file.write(f"\n{source}")
+    port, run, common = str(free_port()), tmp_path / "run", ["--model_path", folder / "model"]
+    flags = [*common, "--ds_config", folder / "ds.json", "--max_steps", "5", "--port", port, "--lora_rank", "4"]
+    trainer = start(ROOT / "training_worker.py", tmp_path / "trainer.log", *flags, "--save_path", run)
+    dataset = own_rows(tmp_path, FULL_CHECK_ROWS + 50)
+    rows = ["--dataset", dataset, "--question_column", "task", "--answer_column", "key"]
+    own = [*rows, "--lora_path", run, "--max_new_tokens", "12", "--device", "cpu", "--reward_workers", "2"]
+    actor = start(project / "sampling_worker.py", tmp_path / "actor.log", *common, *own, "--port", port)
+    assert trainer.wait(LIMIT) == 0, trainer.output()[-3000:] + actor.output()[-3000:]
+    assert actor.wait(LIMIT) == 0, actor.output()[-3000:]
+    dropped = re.findall(r"dropped ticket \d+, prompt (\d+): (.*)", trainer.output())
+    by_reason = {reason: {int(prompt) % 4 for prompt, why in dropped if why == reason} for _, reason in dropped}
+    assert by_reason == {"reward_function failed": {1}, "no gold answer": {2}}
+    assert actor.output().count("SystemExit: 3") == 1 and "this prompt is left out" in actor.output()
+    assert actor.output().count("left out (no gold answer)") == 1
+    *_, last = read_metrics(run / "metrics.jsonl")
+    assert last["step"] == 5 and last["rewards/even/mean"] > 0 and last["grad_norm"] > 0
+    counted = {name.rpartition("/")[2]: n for name, n in last.items() if name.startswith("groups/dropped/")}
+    assert counted.keys() >= by_reason.keys() and 0 <= last["sampler/reward_seconds"] < LIMIT
+
+
+def test_the_readmes_rows_and_rewards_by_editing_a_copy(tmp_path):
+    """Each form of the README, scored by the copy's own grpo/scoring.py in a process of its own."""
+    project = copy_of_the_project(tmp_path / "copy")
+    (brief,) = re.findall(r"```python\n(def reward_function.*?)```", README, re.DOTALL)
+    edit(project / "utils.py", r"^def reward_function\(", "def shipped_reward(")
+    with open(project / "utils.py", "a") as file:
+        file.write(f"\n\n{brief}")
+    code = (
+        "from grpo.scoring import RewardPool; import sampling_worker; "
+        "pool = RewardPool(sampling_worker.reward_function, 0, 60); "
+        "(one,) = pool.score_all(['<think>3</think><answer>7</answer>'], '7', 0); print(one.reward, one.components)"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": str(project)}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert found.stdout.split("\n")[-2] == "1.2 {'right': 1.0, 'brief': 1.0}", found.stderr
