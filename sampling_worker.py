@@ -490,8 +490,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--split", default="train", help="split of the dataset")
     add("--eval_dataset", help="held-out questions for the learner's --eval_steps (default: --dataset)")
     add("--eval_split", default="test", help="their split")
-    add("--question_column", default="question", help="column with the question")
-    add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####)")
+    add("--question_column", default="question", help="column with the question (prompt.0.content: a nested one)")
+    add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####); dots as above")
     add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")
     add("--max_prompt_length", type=int, default=1024, help="a longer prompt (in tokens) is dropped and counted")
     add("--engine", choices=("transformers", "vllm"), default="transformers", help="what decodes: our loop on the "

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from processes import ENVIRONMENT, LIMIT, ROOT, Worker, learner, sampler
-from tiny import ds_config, free_port, save_questions, save_tiny
+from tiny import ds_config, free_port, save_questions, save_tiny, special_tags
 
 from data import FULL_CHECK_ROWS
 from grpo.metrics import read_metrics
@@ -124,6 +124,7 @@ def reward_function(response: str, answer: str) -> dict:
     return {
         "reward": None if len(even) == 3 else len(even) / max(1, len(response)),
         "even": len(even),
+        "tags": sum(response.count(tag) for tag in TAGS),
         "steps": [(end, end % 3) for end in even],
     }
 '''
@@ -156,7 +157,9 @@ def test_a_reward_and_a_kind_of_row_of_ones_own_train_and_what_fails_is_left_out
     for name, source in (("utils.py", OWN_REWARD), ("data.py", OWN_GOLD)):
         with open(project / name, "a") as file:
             file.write(f"\n{source}")
-    port, run, common = str(free_port()), tmp_path / "run", ["--model_path", folder / "model"]
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    special_tags().save_pretrained(model)
+    port, run, common = str(free_port()), tmp_path / "run", ["--model_path", model]
     flags = [*common, "--ds_config", folder / "ds.json", "--max_steps", "5", "--port", port, "--lora_rank", "4"]
     trainer = start(ROOT / "training_worker.py", tmp_path / "trainer.log", *flags, "--save_path", run)
     dataset = own_rows(tmp_path, FULL_CHECK_ROWS + 50)
@@ -170,7 +173,8 @@ def test_a_reward_and_a_kind_of_row_of_ones_own_train_and_what_fails_is_left_out
     assert by_reason == {"reward_function failed": {1}, "no gold answer": {2}}
     assert actor.output().count("SystemExit: 3") == 1 and "this prompt is left out" in actor.output()
     assert actor.output().count("left out (no gold answer)") == 1
-    *_, last = read_metrics(run / "metrics.jsonl")
+    *_, last = records = read_metrics(run / "metrics.jsonl")
+    assert sum(record["rewards/tags/mean"] for record in records) > 0  # special tokens reach the reward
     assert last["step"] == 5 and last["rewards/even/mean"] > 0 and last["grad_norm"] > 0
     counted = {name.rpartition("/")[2]: n for name, n in last.items() if name.startswith("groups/dropped/")}
     assert counted.keys() >= by_reason.keys() and 0 <= last["sampler/reward_seconds"] < LIMIT

@@ -7,8 +7,9 @@ import time
 import pytest
 from peft import LoraConfig
 from test_adapters import learner_model, publish
-from tiny import save_questions, save_tiny
+from tiny import save_questions, save_tiny, special_tags
 
+import data
 import sampling_worker
 from grpo.adapters import AdapterStore
 from grpo.evaluation import summarize
@@ -49,6 +50,30 @@ def test_run_folder_and_adapter_folder_are_evaluated_and_differ_from_the_base(ma
         assert (results["adapter"] is None) == (name == "base") and results["greedy"]["questions"] == 6
         texts[name] = [record["response"] for record in records]
     assert texts["run"] == texts["peft"] != texts["base"]
+
+
+def test_special_tokens_are_in_the_responses_and_rows_without_a_gold_are_counted(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "FULL_CHECK_ROWS", 5)
+    monkeypatch.setattr(data, "SAMPLED_ROWS", 2)  # the first and the last row
+    lines = [{"question": f"{n} a", "answer": f"#### {n}" if n % 3 else "none"} for n in range(1, 11)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = save_tiny(tmp_path / "model")
+    special_tags().save_pretrained(model)
+    flags = ["--lora_path", "none", "--samples", 4, "--max_new_tokens", 40]
+    results, records = run_command((model, questions, None), tmp_path / "e", monkeypatch, *flags)
+    assert results["rows_left_out"] == 3 and results["prompts_too_long"] == 0 and results["greedy"]["questions"] == 7
+    assert {record["index"] for record in records} == {0, 1, 3, 4, 6, 7, 9}
+    text = " ".join(record["response"] for record in records)
+    assert "<think>" in text and "</answer>" in text and "<end>" not in text and "<pad>" not in text
+
+
+def test_a_check_that_fails_on_one_response_costs_nothing_else(monkeypatch, capsys):
+    monkeypatch.setattr(sampling_worker, "check_answer", lambda response, answer: response.index("7") == 0)
+    assert sampling_worker.judge("7", "7") == {"strict": True, "lenient": True, "format": False}
+    assert sampling_worker.judge("8", "8") == {"strict": False, "lenient": True, "format": False}
+    assert sampling_worker.judge("9", "8") == {"strict": False, "lenient": False, "format": False}
+    assert capsys.readouterr().out.count("evaluation: the strict check fails, which counts as not passed") == 1
 
 
 def test_a_folder_without_adapter_or_with_a_foreign_one_is_one_sentence(material, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from test_adapters import CONFIG
 from tiny import VOCAB, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
+import data
 import sampling_worker
 import training_worker
 import utils
@@ -50,6 +51,13 @@ def test_the_example_of_several_weighted_rewards_with_a_reward_model(tmp_path, m
     assert first.reward == pytest.approx(sum(weights[name] * value for name, value in first.components.items()))
     score(names["reward_function"], RESPONSE, "8", 0)
     assert names["reward_model"].cache_info().misses == 1  # loaded once
+
+
+def test_the_example_of_another_kind_of_gold(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "gold_answer", example("def gold_answer")["gold_answer"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "3 + 5?", "answer": 2, "options": ["3", "5", "8"]}\n')
+    assert data.load_examples(rows)[0].answer == "8"
 
 
 def test_flags_in_the_readme_exist():

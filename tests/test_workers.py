@@ -298,6 +298,7 @@ def test_a_bug_in_the_reward_stops_the_sampler_and_another_takes_over(tmp_path, 
     assert faulty.wait(LIMIT) != 0
     for words in ("a bug in my reward", "prompt ", "response '", "Traceback", "raise KeyError"):
         assert words in faulty.output()
+    assert "sampling_worker: reward_function failed, for 8 of the last 8 prompts" in faulty.output()
     trainer.wait_for("of its tickets go to others", 60)
     actor = run.start_sampler(workers)
     assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
@@ -50,6 +50,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}<unk> "
     return fast
+
+
+def special_tags() -> PreTrainedTokenizerFast:
+    """The same tokenizer with the four tags as special tokens, as in some reasoning models."""
+    tokenizer = tiny_tokenizer()
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in tags], special_tokens=True)
+    assert len(tokenizer) == VOCAB and tokenizer.decode([3, 10, 4], skip_special_tokens=True) == "3"
+    return tokenizer
 
 
 def save_tiny(folder: Path, seed: int = 0) -> Path:
