@@ -344,10 +344,12 @@ def load_files(paths):
         if kind == "csv":       # every column as text: a column of numbers keeps its digits, "NA" stays "NA"
             from datasets import Features, Value
             with open(paths[0], newline="", encoding="utf-8-sig") as file:
-                columns = [name for name in next(csv.reader(file), []) if name.strip()]    # not an unnamed index
-            features = Features({name: Value("string") for name in columns})
-            # without index_col=False, lines that end in one comma too many have their columns moved by one
-            options.update(features=features, keep_default_na=False, index_col=False)
+                lines = csv.reader(file)
+                columns, first = next(lines, []), next(lines, [])
+            features = Features({name: Value("string") for name in columns if name.strip()})   # not an unnamed index
+            options.update(features=features, keep_default_na=False)
+            if len(first) > len(columns) and not any(first[len(columns):]):
+                options["index_col"] = False    # a comma ends each line: else pandas takes the first column for names
         if all(path.stat().st_size == 0 for path in paths):
             return Table([], source)
     except (OSError, UnicodeDecodeError) as error:

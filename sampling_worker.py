@@ -294,9 +294,10 @@ class Sampler:
             now = time.monotonic()  # groups are rewarded at the same time, and no second may count for two of them
             seconds, self.rewarded = now - max(started, self.rewarded), now
         self.reward_failures.good()
-        group.rewards = torch.tensor([one.reward for one in scores])
+        group.rewards = torch.tensor([one.reward for one in scores], dtype=torch.float32)
         for name in sorted({name for one in scores for name in one.components}):
-            group.components[name] = torch.tensor([one.components.get(name, 0.0) for one in scores])
+            values = [one.components.get(name, 0.0) for one in scores]
+            group.components[name] = torch.tensor(values, dtype=torch.float32)
         for name, tensor in self.step_tensors(scores, group.completions(), prefix).items():
             setattr(group, name, tensor)
         group.stats["reward_seconds"] = seconds
@@ -491,7 +492,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--eval_dataset", help="held-out questions for the learner's --eval_steps (default: --dataset)")
     add("--eval_split", default="test", help="their split")
     add("--question_column", default="question", help="column with the question (prompt.0.content: a nested one)")
-    add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####); dots as above")
+    add("--answer_column", default="answer", help="column with the gold answer (GSM8K: the text after ####), dots too")
     add("--system_prompt", default=SYSTEM_PROMPT, help="asks for the format that reward_function checks")
     add("--max_prompt_length", type=int, default=1024, help="a longer prompt (in tokens) is dropped and counted")
     add("--engine", choices=("transformers", "vllm"), default="transformers", help="what decodes: our loop on the "

@@ -275,6 +275,7 @@ def _read(result, length: int, where: str) -> Score:
         raise _broken(f'{where}\nit returned {_shown(result)}, not a dict with "reward"', "no reward")
     numbers = {name: value for name, value in result.items() if name != "steps"}
     for name, value in numbers.items():
+        str(name).encode()  # names travel as UTF-8
         if name == "reward" and value is None:
             continue
         if isinstance(value, str) or not _is_finite(value):

@@ -297,6 +297,7 @@ def test_a_bad_row_beyond_those_that_are_looked_at_says_why_when_it_is_reached(t
     ["question,answer,", "a,007,", "b,8,"],
     ["question,answer", "a,007,", "b,8,"],
     ["question,,answer, ,answer", "a,x,007,y,z", "b,x,8,y,z"],
+    ["question,answer", "0,a,007", "1,b,8"],  # df.to_csv(path, index_label=False)
     ["id,question,answer", "5,a,007", "6,b,8"],
 ])  # fmt: skip
 def test_csv_columns_that_nobody_named_are_left_alone(tmp_path, cache, lines):

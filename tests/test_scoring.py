@@ -1,19 +1,22 @@
 """reward_function's contract: what may come back, and what stops the run with everything needed to find the cause."""
 
 import asyncio
+import functools
 import math
 import os
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rewards import eight_together, slow_for_some
+from test_rollout import make_group
 from tiny import tiny_tokenizer
 
 from grpo.outbox import Outbox
 from grpo.scoring import DIED, FAILED, HUNG, Failures, RewardError, RewardPool, score
-from sampling_worker import token_at
+from sampling_worker import Sampler, token_at
 
 
 def call(result):
@@ -59,6 +62,7 @@ WRONG = {
     "a list": ({"reward": [1.0]}, ["'reward' is [1.0]"]),
     "a component of NaN": ({"reward": 1.0, "format": math.nan}, ["'format' is nan"]),
     "a component of None": ({"reward": 1.0, "format": None}, ["'format' is None"]),
+    "a name that cannot be sent": ({"reward": 1.0, "half \ud83d": 1.0}, ["UnicodeEncodeError"]),
     "no reward": ({"format": 1.0}, ['not a dict with "reward"']),
     "no dict": (1.0, ["it returned 1.0"]),
     "nothing": (None, ["it returned None"]),
@@ -166,6 +170,23 @@ def test_processes_beyond_the_group_size_work_on_the_next_groups(make_pool, tmp_
         box.put(group)
     box.close(limit=100)
     assert [[one.reward for one in scores] for scores in done] == [[8.0, 8.0]] * 4  # all eight were called at once
+
+
+def test_no_second_of_rewards_counts_for_two_groups_and_a_failed_one_is_dropped(make_pool):
+    sent, dropped = [], []
+    channel = SimpleNamespace(send=lambda *group: sent.append(group), drop=lambda *drop: dropped.append(drop))
+    pool, failures = make_pool(slow_for_some, 0, 30), Failures()
+    actor = SimpleNamespace(reward_pool=pool, reward_failures=failures, rewarded=0.0, channel=channel)
+    actor.step_tensors = functools.partial(Sampler.step_tensors, actor)
+    groups, started = [make_group(ticket_id=i, stats={}) for i in range(3)], time.monotonic()
+    texts = (["slow", "slow"], ["slow", "bug"], ["slow", "slow"])
+    for group, calls in [(group, pool.start(each, "7", 0)) for group, each in zip(groups, texts, strict=True)]:
+        Sampler.reward_and_send(actor, (group, calls, 0, started))
+    seconds = [group.stats["reward_seconds"] for group in (groups[0], groups[2])]
+    assert min(seconds) >= 0 and sum(seconds) <= time.monotonic() - started
+    assert sum(seconds) >= 1.9  # two groups of two calls of 0.5 s in one thread
+    assert [ticket_id for ticket_id, _ in sent] == [0, 2] and dropped == [(1, "reward_function failed")]
+    assert groups[2].rewards.tolist() == [4.0, 4.0]
 
 
 def test_closing_a_pool_gives_up_what_has_not_been_called(make_pool):
