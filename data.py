@@ -31,6 +31,7 @@ SYSTEM_PROMPT = (
 )
 HASHES, BOXED = "####", r"\boxed{"      # what a gold stands behind, in GSM8K and in MATH
 MANY_WORDS = 6                          # behind a marker, so many are a heading or a sentence
+ESSAY_WORDS = 20                        # of a whole answer column: so many are a solution, not a gold
 NO_ROW, NO_QUESTION, NO_GOLD = "unreadable row", "no question", "no gold answer"    # why a row is left out
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")     # owner/name:config
@@ -193,9 +194,15 @@ class Examples:
         return [i * (rows - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)]
 
     def hash_rows(self):
-        digest = hashlib.sha256(f"{len(self)} rows".encode())
+        digest, essays = hashlib.sha256(f"{len(self)} rows".encode()), 0
         for index in self.covered():
-            digest.update(json.dumps(self[index]).encode())     # escaped to ASCII: one form for one text
+            example = self[index]
+            digest.update(json.dumps(example).encode())         # escaped to ASCII: one form for one text
+            essays += len(example.answer.split()) >= ESSAY_WORDS
+        if 2 * essays > len(self.covered()):
+            say_once(f"--dataset {self.rows.source}: most golds have {ESSAY_WORDS} words or more, such as "
+                     f"{example.answer[:60]!r}, which no response will equal: choose another --answer_column, or "
+                     "change gold_answer in data.py")
         return digest.hexdigest()
 
 
@@ -212,6 +219,8 @@ def gold_text(gold):
 
 def chat_messages(value):
     """A prompt given as chat messages, as [{"role": ..., "content": text}, ...]; ValueError for anything else."""
+    if isinstance(value, dict) and isinstance(value.get("role"), list) and isinstance(value.get("content"), list):
+        value = [{"role": role, "content": text} for role, text in zip(value["role"], value["content"])]   # by columns
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise ValueError("it must be valid text and not blank, or a list of chat messages")
     turns = [{"role": turn.get("role"), "content": message_text(turn.get("content"))} for turn in value]

@@ -258,6 +258,24 @@ def test_messages_that_are_no_prompt_are_refused(tmp_path, messages):
     assert "chat message" in fault(path) and "--question_column" in fault(path)
 
 
+def test_messages_may_be_in_parts_or_by_columns(tmp_path):
+    forms = [
+        [{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}], "name": None}],
+        {"role": ["user"], "content": ["1 + 1?"]},
+    ]
+    rows = [{"question": form, "answer": "2"} for form in forms]
+    for example in load_examples(write_jsonl(tmp_path / "rows.jsonl", rows)):
+        assert example.question == [{"role": "user", "content": "1 + 1?"}]
+
+
+def test_whole_solutions_as_golds_are_pointed_out(tmp_path, caplog):
+    data.say_once.cache_clear()
+    for words, lines in ((19, 0), (20, 1)):
+        rows = [{"question": "q", "answer": "word " * words}, {"question": "q", "answer": "word " * words}]
+        load_examples(write_jsonl(tmp_path / "rows.jsonl", [*rows, {"question": "q", "answer": "7"}]))
+        assert len([record for record in caplog.records if "which no response will equal" in record.message]) == lines
+
+
 def test_gold_answer_sees_the_raw_value_and_the_row(tmp_path, monkeypatch):
     seen = []
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from processes import ENVIRONMENT, LIMIT, ROOT, Worker, learner, sampler
-from tiny import ds_config, free_port, save_questions, save_tiny, special_tags
+from tiny import VOCAB, ds_config, free_port, save_questions, save_tiny, special_tags, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from data import FULL_CHECK_ROWS
 from grpo.metrics import read_metrics
@@ -180,19 +182,30 @@ def test_a_reward_and_a_kind_of_row_of_ones_own_train_and_what_fails_is_left_out
     assert counted.keys() >= by_reason.keys() and 0 <= last["sampler/reward_seconds"] < LIMIT
 
 
-def test_the_readmes_rows_and_rewards_by_editing_a_copy(tmp_path):
-    """Each form of the README, scored by the copy's own grpo/scoring.py in a process of its own."""
+def test_the_readmes_rewards_in_a_copy_of_utils(tmp_path):
+    """Both examples, each in a copy of utils.py, called as the sampler calls them, in a process of its own."""
     project = copy_of_the_project(tmp_path / "copy")
-    (brief,) = re.findall(r"```python\n(def reward_function.*?)```", README, re.DOTALL)
+    examples = re.findall(r"```python\n(.*?def reward_function.*?)```", README, re.DOTALL)
     edit(project / "utils.py", r"^def reward_function\(", "def shipped_reward(")
-    with open(project / "utils.py", "a") as file:
-        file.write(f"\n\n{brief}")
+    for name, source in zip(("brief", "weighted"), examples, strict=True):
+        (project / f"{name}.py").write_text(f"{(project / 'utils.py').read_text()}\n\n{source}")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Qwen2Config(vocab_size=VOCAB, num_key_value_heads=2, num_labels=1, pad_token_id=0, **shape)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(project / "reward-model")
+    tiny_tokenizer().save_pretrained(project / "reward-model")
     code = (
-        "from grpo.scoring import RewardPool; import sampling_worker; "
-        "pool = RewardPool(sampling_worker.reward_function, 0, 60); "
-        "(one,) = pool.score_all(['<think>3</think><answer>7</answer>'], '7', 0); print(one.reward, one.components)"
+        "import json, brief, weighted; from grpo.scoring import RewardPool\n"
+        "for module in (brief, weighted):\n"
+        "    pool = RewardPool(module.reward_function, 0, 60)\n"
+        "    (one,) = pool.score_all(['<think>3</think><answer>7</answer>'], '7', 0)\n"
+        "    print('FOUND', json.dumps([one.reward, one.components]))\n"
     )
     environment = ENVIRONMENT | {"PYTHONPATH": str(project)}
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert found.stdout.split("\n")[-2] == "1.2 {'right': 1.0, 'brief': 1.0}", found.stderr
+    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    brief, weighted = (json.loads(line[6:]) for line in run.stdout.split("\n") if line.startswith("FOUND"))
+    assert brief == [1.2, {"right": 1.0, "brief": 1.0}], run.stderr
+    preference = weighted[1].pop("preference")
+    assert weighted[1] == {"format": 1.0, "answer": 1.0} and 0 < preference < 1
+    assert weighted[0] == pytest.approx(2.25 + 0.5 * preference)
