@@ -59,7 +59,7 @@ def gold_answer(answer, row=None, marker=None):
 
     answer: what the row has in --answer_column, as it is in the file: a text, a number, a list, a dict, or None where
     there is nothing. row: the whole row, a dict. marker: what most rows have their golds behind, "####" (GSM8K),
-    r"\boxed{" (MATH) or "" for neither. Returns the gold, a text or a number. None, a blank text and any error mean
+    r"\\boxed{" (MATH) or "" for neither. Returns the gold, a text or a number. None, a blank text and any error mean
     that the row has none.
 
     Here a number is its own gold, and the gold of a text is what `marked` finds in it, else the whole text.
