@@ -128,7 +128,7 @@ class Collector:
         try:
             self._groups[ticket_id] = unpack(self._journal.get(ticket_id))
         except MalformedGroup as error:
-            print(f"journal: the group of ticket {ticket_id} cannot be read ({error:.200}) and is asked for again")
+            print(f"journal: the group of ticket {ticket_id} cannot be read ({error}) and is asked for again")
             self._journal.forget([ticket_id])
 
     def _note_step(self, ticket_ids: list[int]) -> None:

@@ -71,7 +71,7 @@ class HeldOut:
         tickets = [ticket for ticket in tickets if ticket.version == tickets[0].version]
         granted = {ticket.ticket_id for ticket in tickets}
         self._waiting = [t for t in self._waiting if t not in granted]
-        self._held |= {ticket_id: (sampler_id, now) for ticket_id in granted}
+        self._held |= dict.fromkeys(granted, (sampler_id, now))
         return tickets
 
     def receive(self, ticket_id: int, blob: bytes, bind: Callable[[], None] = lambda: None) -> None:

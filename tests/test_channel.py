@@ -19,7 +19,7 @@ from grpo.collector import Collector
 from grpo.held_out import HeldOut, read_evaluations
 from grpo.journal import Journal
 from grpo.keys import make_keys
-from grpo.messages import PROTOCOL_VERSION, Hello, HeldOutFacts, Welcome
+from grpo.messages import PROTOCOL_VERSION, HeldOutFacts, Hello, Welcome
 from grpo.rollout import pack
 
 RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
