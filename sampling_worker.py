@@ -39,6 +39,7 @@ from grpo.evaluation import Question, evaluate, evaluate_to_files
 from grpo.generation import Completion
 from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
+from grpo.messages import PROTOCOL_VERSION, Welcome
 from grpo.models import (
     DTYPES,
     ModelNotFound,
@@ -51,7 +52,7 @@ from grpo.models import (
 )
 from grpo.outbox import Outbox
 from grpo.policy import Policy
-from grpo.rollout import PROTOCOL_VERSION, Group, pack
+from grpo.rollout import Group, pack
 from grpo.scoring import Failures, RewardError, RewardPool
 from grpo.tickets import Ticket, derive_seed
 from grpo.vllm_engine import VllmPolicy
@@ -61,6 +62,9 @@ TOO_LONG = "prompt longer than --max_prompt_length"
 MAX_TOKENS = 1 << 14  # completion tokens that are scored at a time
 EVALUATION = ("limit", "samples", "temperature", "dtype", "evaluate_output")  # flags without meaning in a run
 TOLD: set[str] = set()  # kinds of trouble that a line was printed about
+# flags that whoever uses the adapter needs to know: the learner puts them into model cards
+SETTINGS = ("dataset", "split", "question_column", "answer_column", "system_prompt", "max_new_tokens", "max_prompt_length",
+            "engine", "old_logprobs")  # fmt: skip
 MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
@@ -71,6 +75,7 @@ def main() -> None:
     if args.evaluate:
         return evaluate_policy(args)
     with Sampler(args) as sampler:
+        sampler.join()
         for tickets in sampler.tickets():  # sample D_b
             sampler.load_newest(at_least=max(ticket.version for ticket in tickets))  # pi_old <- pi_theta
             prompts = sampler.prompts(tickets)
@@ -99,6 +104,7 @@ class Sampler:
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
             "lora_path": str(self.store.path),
+            "settings": {name: getattr(args, name) for name in SETTINGS},
         }
         host = socket.gethostname().encode("ascii", "ignore").decode()
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
@@ -122,6 +128,11 @@ class Sampler:
         held_out = self.held_out_facts() if run.get("evaluates") else {}
         return self.facts | {"run_id": run.get("run_id"), "held_out": held_out}
 
+    @property
+    def welcome(self) -> Welcome:
+        """What the learner says of the run; a learner that was restarted may say it anew."""
+        return self.channel.welcome
+
     @functools.cached_property
     def held_out(self):
         """The questions for the learner's --eval_steps, loaded when a run first asks for them."""
@@ -135,31 +146,33 @@ class Sampler:
             return {"error": str(error)}
 
     def __enter__(self) -> "Sampler":
+        return self
+
+    def join(self) -> None:
         """Wait for the learner's welcome, then put the model on the device in the learner's dtype."""
         print(f"sampler {self.sampler_id}: {len(self.examples)} prompts, adapters from {self.store.path}", flush=True)
-        self.welcome = self.channel.connect()
+        self.channel.connect()
         self.policy = make_policy(
             self.model,
             eos_token_ids(self.model, self.tokenizer),
             self.args,
-            dtype=self.welcome["dtype"],
-            temperature=self.welcome["temperature"],
+            dtype=self.welcome.dtype,
+            temperature=self.welcome.temperature,
         )
         del self.model
-        group_size = self.welcome["group_size"]
+        group_size = self.welcome.group_size
         self.places = self.args.batch_size or places_that_fit(
             self.policy.model, group_size, self.args.max_prompt_length, self.args.max_new_tokens
         )
-        tokens = MAX_TOKENS if ways_that_fit(self.policy.model)[1] else MAX_LOGITS // self.welcome["vocab_size"]
+        tokens = MAX_TOKENS if ways_that_fit(self.policy.model)[1] else MAX_LOGITS // self.welcome.vocab_size
         self.groups_at_a_time = max(1, tokens // (group_size * self.args.max_new_tokens))  # in scoring
-        return self
 
     def tickets(self) -> Iterator[list[Ticket]]:
         """As many tickets at a time as fit --batch_size, or --prompts_at_a_time, until the learner ends the run.
 
         Tickets for held-out questions (--eval_steps of the learner) come between and are worked off here.
         """
-        room = self.args.prompts_at_a_time or self.places // self.welcome["group_size"]
+        room = self.args.prompts_at_a_time or self.places // self.welcome.group_size
         waiting = time.monotonic()
         for tickets in self.channel.tickets(room, check=self.outbox.check):
             self.waiting_seconds = (time.monotonic() - waiting) / len(tickets)
@@ -172,7 +185,7 @@ class Sampler:
     def evaluate(self, tickets: list[Ticket]) -> None:
         """Answer held-out questions greedily with the version that their tickets pin."""
         version = tickets[0].version
-        self.policy.load_version(self.store, self.welcome["run_id"], version, self.args.adapter_timeout)
+        self.policy.load_version(self.store, self.welcome.run_id, version, self.args.adapter_timeout)
         by_index = {ticket.prompt_index: ticket.ticket_id for ticket in tickets}
         questions, left_out = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
         for index, reason in left_out.items():
@@ -191,7 +204,7 @@ class Sampler:
 
     def load_newest(self, at_least: int) -> None:
         """Hot reload: take on the newest published adapter."""
-        if self.policy.load_newest(self.store, self.welcome["run_id"], at_least, self.args.adapter_timeout):
+        if self.policy.load_newest(self.store, self.welcome.run_id, at_least, self.args.adapter_timeout):
             print(f"adapter version {self.policy.version} ({self.policy.sha256[:12]}) is in use", flush=True)
 
     def prompts(self, tickets: list[Ticket]) -> dict[Ticket, list[int]]:
@@ -211,7 +224,7 @@ class Sampler:
             return []
         started = time.monotonic()
         seeds = [ticket.seed for ticket in prompts]
-        group_size = self.welcome["group_size"]
+        group_size = self.welcome.group_size
 
         def decode(places: int):
             ids = list(prompts.values())
@@ -240,7 +253,7 @@ class Sampler:
         old, ref = [None] * len(pairs), [None] * len(pairs)
         if self.args.old_logprobs == "scored":
             old = self.policy.logprobs(batch).split(sizes)
-        if self.welcome["needs_reference"]:
+        if self.welcome.needs_reference:
             ref = self.policy.reference_logprobs(batch).split(sizes)
         seconds = (time.monotonic() - started) / len(pairs)
         return [
@@ -254,11 +267,11 @@ class Sampler:
         return Group(
             ticket_id=ticket.ticket_id,
             prompt_index=ticket.prompt_index,
-            run_id=self.welcome["run_id"],
+            run_id=self.welcome.run_id,
             sampler_id=self.sampler_id,
             adapter_version=self.policy.version,
             adapter_sha256=self.policy.sha256,
-            temperature=self.welcome["temperature"],
+            temperature=self.welcome.temperature,
             prompt_ids=prompt_ids,
             completion_ids=torch.cat([completion.ids for completion in completions]),
             lengths=torch.tensor([len(completion.ids) for completion in completions], dtype=torch.int32),
@@ -325,7 +338,8 @@ class Sampler:
         if error is None:
             self.outbox.close(self.args.reward_timeout)
         self.reward_pool.close()
-        unacknowledged = self.channel.finish(limit=2.0 if error else 10.0)
+        farewell = {"reason": f"it failed: {error!s:.1000}", "failed": True} if error else {}
+        unacknowledged = self.channel.finish(limit=2.0 if error else 10.0, **farewell)
         if error is None:
             print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
@@ -461,7 +475,7 @@ def stop_on_signals(channel: SamplerChannel) -> None:
     def stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)
         print(f"stopping on {signal.Signals(signum).name}: unsent work goes to other samplers", flush=True)
-        channel.finish(limit=2.0)
+        channel.finish(limit=2.0, reason=f"stopped by {signal.Signals(signum).name}")
         os._exit(0)  # a forward pass may hold the main thread for long; nothing is left to save here
 
     if threading.current_thread() is threading.main_thread():

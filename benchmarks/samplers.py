@@ -24,17 +24,24 @@ sys.path.insert(0, str(ROOT))
 from grpo.channel import LearnerChannel, SamplerChannel
 from grpo.collector import Collector
 from grpo.journal import Journal
-from grpo.rollout import PROTOCOL_VERSION, Group, pack
+from grpo.messages import PROTOCOL_VERSION, Welcome
+from grpo.rollout import Group, pack
+from grpo.tickets import Ticket
 
 GROUP_SIZE, TOKENS, PROMPT, VOCAB, GROUPS_PER_STEP = 4, 128, 100, 151_936, 32
+HASH = "0" * 64
 RUN = {"run_id": "run", "model": "m", "tokenizer": "t", "model_path": "m", "save_path": "p"}
-WELCOME = {"run_id": "run", "group_size": GROUP_SIZE, "temperature": 1.0, "needs_reference": True, "vocab_size": VOCAB}
+WELCOME = Welcome(
+    run_id="run", group_size=GROUP_SIZE, temperature=1.0, dtype="bfloat16", needs_reference=True, vocab_size=VOCAB
+)
 FACTS = {
     "protocol": PROTOCOL_VERSION,
     "model_path": "m",
     "model": "m",
     "tokenizer": "t",
     "dataset": "d",
+    "dataset_name": "d",
+    "settings": {},
     "num_prompts": 7473,
     "max_new_tokens": TOKENS,
     "batch_size": 4 * GROUP_SIZE,
@@ -55,13 +62,13 @@ def main() -> None:
     for count in args.samplers:
         rows.append(measure(count, args.groups, args.port))
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
-    print(json.dumps({"group_bytes": len(pack(fake_group(0, 0, "s"))), "rows": rows}))
+    print(json.dumps({"group_bytes": len(pack(fake_group(Ticket(0, 0, 0, 0), "s"))), "rows": rows}))
 
 
 def measure(count: int, groups: int, port: int) -> dict:
     """Groups per second, the learner's CPU time for each, and the staleness that came out, with `count` samplers."""
     steps = groups // GROUPS_PER_STEP
-    settings = dict(groups_per_step=GROUPS_PER_STEP, max_staleness=1, seed=0, max_steps=steps)
+    settings = dict(groups_per_step=GROUPS_PER_STEP, max_staleness=1, seed=0, max_steps=steps, hash_of=lambda _: HASH)
     with tempfile.TemporaryDirectory() as folder:
         collector = Collector(RUN, WELCOME, journal=Journal(Path(folder), keep=False), **settings)
         channel = LearnerChannel(f"tcp://127.0.0.1:{port}", silence_limit=60)
@@ -106,20 +113,20 @@ def run_fake(name: str, port: int) -> None:
     channel.connect()
     for tickets in channel.tickets(capacity=4):
         for ticket in tickets:
-            channel.send(ticket.ticket_id, pack(fake_group(ticket.ticket_id, ticket.version, name)))
+            channel.send(ticket.ticket_id, pack(fake_group(ticket, name)))
     channel.finish()
 
 
-def fake_group(ticket_id: int, version: int, name: str) -> Group:
+def fake_group(ticket: Ticket, name: str) -> Group:
     """A group of the usual size."""
     n = GROUP_SIZE * TOKENS
     return Group(
-        ticket_id=ticket_id,
-        prompt_index=0,
+        ticket_id=ticket.ticket_id,
+        prompt_index=ticket.prompt_index,
         run_id="run",
         sampler_id=name,
-        adapter_version=version,
-        adapter_sha256="0" * 64,
+        adapter_version=ticket.version,
+        adapter_sha256=HASH,
         temperature=1.0,
         prompt_ids=torch.zeros(PROMPT, dtype=torch.int32),
         completion_ids=torch.zeros(n, dtype=torch.int32),

@@ -125,6 +125,13 @@ class AdapterStore:
             raise AdapterError(f"adapter version {version} in {folder} cannot be read: {error}") from error
         return manifest, *read_adapter(folder, manifest.sha256)
 
+    def hash_of(self, version: int) -> str | None:
+        """The sha256 that a version's manifest has for its weights; None for a version that is not there."""
+        try:
+            return json.loads((self.folder(version) / MANIFEST).read_text())["sha256"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def wait_for(self, at_least: int, limit: float) -> int:
         """The newest version, once it is `at_least`; AdapterError after `limit` seconds without one."""
         deadline = time.monotonic() + limit

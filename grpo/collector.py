@@ -2,23 +2,40 @@
 
 The channel's thread calls hello, grant, receive, drop and leave; the main thread calls next_step and finish_step.
 Everything they share is behind one lock.
+
+What a sampler says of its data (dataset, number of prompts, held-out questions) binds nobody until it has delivered a
+valid group: until then it has a ticket book of its own, beside those of samplers that say otherwise. The first valid
+group makes its sampler's data the run's, and whoever has other data is refused from then on.
 """
 
+import dataclasses
 import re
 import threading
 import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
 
-from grpo.channel import Refusal
+from grpo.channel import ChannelError, Refusal
+from grpo.clock import awake
 from grpo.held_out import HeldOut, MalformedRecord
 from grpo.journal import Journal
+from grpo.messages import Hello, Welcome
 from grpo.metrics import reward_spread
-from grpo.rollout import PROTOCOL_VERSION, Group, MalformedGroup, unpack
-from grpo.tickets import Ticket, TicketBook
+from grpo.rollout import Group, MalformedGroup, unpack
+from grpo.tickets import SILENCE, Ticket, TicketBook
 
 MAX_REPORTED = 50  # kinds of malformed groups
+MAX_BOOKS = 16  # ticket books of samplers that disagree, before the first group
+MAX_SHOWN_DROPS = 10  # for each reason; further ones are only counted
+FRUITLESS = 1000  # tickets dropped in a row, without a single group, that end the run; a whole dataset if it is smaller
 
-# What samplers of one run must agree on, with the flag to change; the first sampler's values become the run's.
 EQUAL = "equal rewards"  # why a group was replaced
+LATE = "no sampler finished it in time"
+SILENT_SAMPLERS = "the samplers that had it fell silent"
+FAILED_SAMPLERS = "the samplers that had it failed"
+REFUSED_GROUPS = "its groups were malformed"
+# What samplers of one run must agree on, with the flag to change.
 _SHARED = {
     "dataset": "--dataset, --split or --system_prompt",
     "num_prompts": "--dataset or --split",
@@ -28,150 +45,237 @@ _SHARED = {
 
 
 class Collector:
-    """Takes groups in for a run described by `run` (the content of run.json) and `welcome` (what samplers need)."""
+    """Takes groups in for a run described by `run` (the content of run.json) and `welcome` (what samplers need).
+
+    `hash_of(version)` is the sha256 of a published adapter's weights, None for a version that is not there;
+    `patience`: seconds that the run waits without any group.
+    """
 
     def __init__(
         self,
         run: dict,
-        welcome: dict,
+        welcome: Welcome,
         *,
         groups_per_step: int,
         max_staleness: int,
         seed: int,
         max_steps: int,
         journal: Journal,
+        hash_of: Callable[[int], str | None],
         steps_done: int = 0,
         version: int = 0,
         held_out: HeldOut | None = None,
         resample: int = 0,
+        patience: float = 300.0,
     ):
-        self._run, self._welcome, self._journal = run, welcome, journal
+        self._run, self._journal = run, journal
+        self._welcome = dataclasses.replace(welcome, session=uuid.uuid4().hex)
         self._held_out = held_out
         self._resample = resample  # groups of equal rewards that may be replaced, for each step so far
         self._turn: dict[str, bool] = {}  # sampler id -> whether held-out questions come next
         self._book_settings = dict(
-            groups_per_step=groups_per_step, max_staleness=max_staleness, seed=seed, max_steps=max_steps
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            seed=seed,
+            max_steps=max_steps,
+            patience=patience,
         )
-        self._book: TicketBook | None = None  # made when the first sampler tells the size of the dataset
-        self._shared: dict = {}
-        self._known: set[str] = set()  # samplers that are or were here
+        self._book: TicketBook | None = None  # the run's, once a group or a journal says what its data is
+        self._books: dict[tuple, TicketBook] = {}  # until then: those of samplers, by what they say
+        self._shared: dict = {}  # the run's data
+        self._hellos: dict[str, Hello] = {}  # sampler id -> how it introduced itself
+        self._hash_of, self._hashes = hash_of, {}
+        self.sampler_settings: dict = {}  # flags of the first sampler that delivered
         self._groups: dict[int, Group] = {}
         self._trained: list[int] = []  # tickets that no checkpoint covers yet
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
         self._reported: set[str] = set()  # kinds of malformed groups
+        self._shown_drops: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()  # reasons of the tickets dropped since the last group
         self._stale_lengths: list[float] = []  # mean length of each group that came too late
-        self.last_arrival = time.monotonic()
+        self.last_arrival = awake.now()
         if journal.history.data:
             self._restore(steps_done, version)
 
     def _restore(self, steps_done: int, version: int) -> None:
         """Take up the journal: the steps after the checkpoint, the groups that wait, the tickets that are done."""
         history = self._journal.history
-        self._shared = {name: value for name, value in history.data.items() if name != "held_out"}
+        self._shared = {name: value for name, value in history.data.items() if name not in ("held_out", "settings")}
+        self.sampler_settings = history.data.get("settings", {})
         self._book = TicketBook(num_prompts=history.data["num_prompts"], **self._book_settings)
         finished = set(history.dropped).union(*(ids for step, ids in history.steps.items() if step <= steps_done))
         planned = [history.steps[step] for step in sorted(history.steps) if step > steps_done]
         here = set(self._journal.ticket_ids())
         self._journal.forget(here & finished)
         for ticket_id in sorted(here - finished):
-            self._groups[ticket_id] = unpack(self._journal.get(ticket_id))
+            self._restore_group(ticket_id)
         missing = [t for ids in planned for t in ids if t not in self._groups]
         if missing:
             raise ValueError(
                 f"the journal in {self._run['save_path']} lacks the groups of tickets {missing[:5]}, which a step "
-                "after the newest checkpoint was trained on: the run cannot go on"
+                "after the newest checkpoint was trained on: the run cannot be resumed"
             )
         waiting = self._groups.keys() - {t for ids in planned for t in ids}
         arrived = {ticket_id: self._groups[ticket_id].adapter_version for ticket_id in waiting}
         self._book.dropped.update(history.dropped.values())
         self._book.restore(steps_done, max(version, steps_done), planned, arrived, finished)
-        if self._welcome["needs_reference"] and any(group.ref_logprobs is None for group in self._groups.values()):
+        if self._welcome.needs_reference and any(group.ref_logprobs is None for group in self._groups.values()):
             raise ValueError("--beta is above 0, but the groups that wait in the journal have no reference log-probs")
+
+    def _restore_group(self, ticket_id: int) -> None:
+        """A group that cannot be read any more is as if it had never come: its ticket is granted again."""
+        try:
+            self._groups[ticket_id] = unpack(self._journal.get(ticket_id))
+        except MalformedGroup as error:
+            print(f"journal: the group of ticket {ticket_id} cannot be read ({error}) and is asked for again")
+            self._journal.forget([ticket_id])
 
     def _note_step(self, ticket_ids: list[int]) -> None:
         step = self._book.steps_done + 1
         if step not in self._journal.history.steps:  # else it is trained again after a crash
             self._journal.note_step(step, ticket_ids)
 
+    # -- what a sampler says, and when it binds ----------------------------------------------------------------
+
+    def _facts(self, hello: Hello) -> dict:
+        """What all samplers must agree on, as this one has it."""
+        facts = {name: getattr(hello, name) for name in _SHARED}
+        return facts | {"held_out": hello.held_out.dataset if self._held_out else None}
+
+    def _check_agreement(self, facts: dict) -> None:
+        for name, flag in _SHARED.items():
+            expected = self._shared.get(name, facts[name])
+            if facts[name] != expected:
+                raise Refusal(
+                    f"its {name} is {facts[name]!r}, the run has {expected!r}; start every sampler with the same {flag}"
+                )
+
+    def _book_of(self, sampler_id: str) -> TicketBook:
+        """The run's ticket book, or the one of those who say what this sampler says."""
+        if self._book:
+            return self._book
+        facts = self._facts(self._hellos[sampler_id])
+        key = tuple(facts.values())
+        if key not in self._books:
+            if len(self._books) >= MAX_BOOKS:
+                raise Refusal(f"{MAX_BOOKS} samplers disagree about the data already, and none delivered", passing=True)
+            self._books[key] = TicketBook(num_prompts=facts["num_prompts"], **self._book_settings)
+        return self._books[key]
+
+    def _bind(self, sampler_id: str) -> None:
+        """This sampler has delivered: what it samples from is what the run samples from.
+
+        Raises:
+            Refusal: another one was first, with other data.
+        """
+        hello = self._hellos[sampler_id]
+        facts = self._facts(hello)
+        self._check_agreement(facts)
+        self.sampler_settings = self.sampler_settings or hello.settings
+        if self._held_out:
+            self._bind_held_out(sampler_id)
+        self._shared = facts | self._shared
+        if self._book is None:
+            book = self._book_of(sampler_id)
+            self._shared |= {"dataset_name": hello.dataset_name[:200], "settings": hello.settings}
+            self._journal.note_data(self._shared)
+            self._book, self._books = book, {}
+            self._settle(book)
+
     # -- called by the channel's thread ------------------------------------------------------------------------
 
-    def hello(self, sampler_id: str, header: dict) -> dict:
-        """Compare the sampler's facts with the run's; the WELCOME header, or Refusal naming what disagrees."""
-        self._check_hello(header)
-        facts = header | {"held_out": header["held_out"].get("dataset") if self._held_out else None}
+    def hello(self, sampler_id: str, hello: Hello) -> Welcome:
+        """Compare the sampler's facts with the run's; its welcome, or Refusal naming what disagrees."""
+        self._check_hello(hello)
         with self._changed:
-            for name, flag in _SHARED.items():
-                expected = self._shared.setdefault(name, facts[name])
-                if facts[name] != expected:
-                    raise Refusal(
-                        f"its {name} is {facts[name]!r}, the run's first sampler has {expected!r}; "
-                        f"start every sampler with the same {flag}"
-                    )
-            self._shared.setdefault("dataset_name", str(header.get("dataset_name", ""))[:200])
-            if self._book is None:
-                self._journal.note_data(self._shared)
-                self._book = TicketBook(num_prompts=self._shared["num_prompts"], **self._book_settings)
-            if self._held_out:
-                self._held_out.resize(int(header["held_out"]["num_prompts"]))
-            holding = {int(ticket_id) for ticket_id in header["holding"]}
+            self._check_agreement(self._facts(hello))
+            known, self._hellos[sampler_id] = sampler_id in self._hellos, hello
+            book, holding = self._book_of(sampler_id), set(hello.holding)
             self._release(sampler_id, keep=holding)
-            self._book.claim(sampler_id, holding)
-            if sampler_id not in self._known:
-                self._known.add(sampler_id)
+            book.claim(sampler_id, holding)
+            if not known:
                 print(f"sampler {sampler_id} joined", flush=True)
-            return self._welcome | {"version": self._book.version}
+            return dataclasses.replace(self._welcome, version=book.version)
 
-    def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:
+    def grant(self, sampler_id: str, capacity: int, asking: set[str] = frozenset()) -> list[Ticket]:
         """Tickets for a sampler that has room for `capacity` groups; those of held-out questions come in turn."""
         with self._changed:
-            training = self._book.grant
-            orders = [training]
+            self._check_agreement(self._facts(self._hellos[sampler_id]))
+            orders = [self._grant_training]
             if self._held_out:
                 turn = self._turn.get(sampler_id, False)
-                orders = [self._grant_held_out, training] if turn else [training, self._grant_held_out]
+                orders = [self._grant_held_out, self._grant_training]
+                orders = orders if turn else orders[::-1]
             for order in orders:
-                tickets = order(sampler_id, capacity)
+                tickets = order(sampler_id, capacity, asking)
                 if tickets:
-                    self._turn[sampler_id] = order is training
+                    self._turn[sampler_id] = order == self._grant_training
                     return tickets
             return []
 
-    def _grant_held_out(self, sampler_id: str, capacity: int) -> list[Ticket]:
-        return self._held_out.grant(sampler_id, capacity * self._welcome["group_size"])
+    def _grant_training(self, sampler_id: str, capacity: int, asking: set[str]) -> list[Ticket]:
+        book, now = self._book_of(sampler_id), awake.now()
+        for ticket_id in book.overdue(sampler_id, now):
+            holder, limit = book.held[ticket_id], book.deadline()
+            print(f"ticket {ticket_id} is not done after {limit:.0f} s at sampler {holder}: another one gets it too")
+            book.fail(ticket_id, LATE)
+        self._settle(book)
+        return book.grant(sampler_id, capacity, now, asking)
 
-    def _release(self, sampler_id: str, keep: set[int] = frozenset()) -> int:
+    def _grant_held_out(self, sampler_id: str, capacity: int, asking: set[str]) -> list[Ticket]:
+        questions = self._hellos[sampler_id].held_out.num_prompts
+        capacity = capacity * self._welcome.group_size
+        return self._held_out.grant(sampler_id, capacity, questions, self._held_out_limit())
+
+    def _held_out_limit(self) -> float:
+        return self._book.deadline() if self._book else self._book_settings["patience"] / 2
+
+    def _release(self, sampler_id: str, keep: set[int] = frozenset(), reason: str = "", weight: float = 0.0) -> int:
         if self._held_out:
             self._held_out.release(sampler_id, keep)
-        return len(self._book.release(sampler_id, keep))
+        book = self._book_of(sampler_id)
+        lost = book.release(sampler_id, keep, reason, weight)
+        self._settle(book)
+        return len(lost)
 
     def receive(self, sampler_id: str, ticket_id: int, blob: bytes) -> bool:
         """Take a group in; True once it is safe or known already, False for bytes that are no group for the ticket."""
         if ticket_id < 0:
             return self._receive_held_out(sampler_id, ticket_id, blob)
+        with self._changed:
+            self._check_agreement(self._facts(self._hellos[sampler_id]))
+            book = self._book_of(sampler_id)
         try:
             group = unpack(blob)
-            self._check_group(group, ticket_id)
+            self._check_group(group, ticket_id, book, self._hellos[sampler_id])
         except MalformedGroup as error:
             self._note_malformed(f"a malformed group from sampler {sampler_id}: {error}")
             with self._changed:
-                self._book.give_back(sampler_id, ticket_id)
+                if book.belongs_to(ticket_id, sampler_id):
+                    book.fail(ticket_id, REFUSED_GROUPS)
+                    self._settle(book)
             return False
         with self._changed:
-            wanted = self._book.open(ticket_id)
+            self._bind(sampler_id)
+            wanted = book.open(ticket_id)
         if wanted:  # only this thread takes groups in, so it is still wanted below
             self._journal.put(ticket_id, blob)
         with self._changed:
-            if self._book.arrive(ticket_id, group.adapter_version) == "accepted":
-                self.arrived += 1
-                self.last_arrival = time.monotonic()
-                if self._may_replace(group):
-                    self._book.drop(ticket_id, EQUAL)
-                    self._journal.note_drop(ticket_id, EQUAL)
-                else:
-                    self._groups[ticket_id] = group
-                self._changed.notify_all()
+            if book.arrive(ticket_id, group.adapter_version, awake.now()) == "accepted":
+                self._take(ticket_id, group)
         return True
+
+    def _take(self, ticket_id: int, group: Group) -> None:
+        self.arrived += 1
+        self.last_arrival = awake.now()
+        self._in_a_row.clear()
+        if self._may_replace(group):
+            self._book.drop(ticket_id, EQUAL)
+            self._settle(self._book)
+        else:
+            self._groups[ticket_id] = group
+        self._changed.notify_all()
 
     def _may_replace(self, group: Group) -> bool:
         """Whether further prompts may take the place of a group that teaches nothing (DAPO's dynamic sampling)."""
@@ -183,52 +287,84 @@ class Collector:
             try:
                 if not self._held_out:
                     raise MalformedRecord("this run has no held-out questions")
-                self._held_out.receive(ticket_id, blob)
+                self._held_out.receive(ticket_id, blob, lambda: self._bind_held_out(sampler_id))
             except MalformedRecord as error:
                 self._note_malformed(f"a malformed evaluation record from sampler {sampler_id}: {error}")
                 if self._held_out:
-                    self._held_out.give_back(ticket_id)
+                    self._held_out.give_back(ticket_id, sampler_id)
                 return False
-            self.last_arrival = time.monotonic()
+            self.last_arrival = awake.now()
             self._changed.notify_all()
         return True
+
+    def _bind_held_out(self, sampler_id: str) -> None:
+        """This sampler has answered a held-out question: its held-out questions are the run's."""
+        hello = self._hellos[sampler_id]
+        self._check_agreement(self._facts(hello))
+        if "held_out" not in self._shared:
+            self._shared["held_out"] = hello.held_out.dataset
+            self._held_out.resize(hello.held_out.num_prompts)
 
     def _note_malformed(self, text: str) -> None:
         self.malformed += 1
         kind = re.sub(r"[0-9]+", "0", text)
         if kind not in self._reported and len(self._reported) < MAX_REPORTED:
             self._reported.add(kind)
-            print(f"dropped {text}; more of this kind are only counted", flush=True)
+            print(f"dropped {text:.500}; more of this kind are only counted", flush=True)
 
     def drop(self, sampler_id: str, ticket_id: int, reason: str) -> None:
         """A sampler gives a ticket up; it is recorded under the reason and replaced by the next prompt."""
         with self._changed:
             if ticket_id < 0:
                 if self._held_out:
-                    self._held_out.drop(ticket_id)
-            elif self._book.drop(ticket_id, reason):
-                self._journal.note_drop(ticket_id, reason)
-                prompt = self._book.ticket(ticket_id).prompt_index
-                print(f"sampler {sampler_id} dropped ticket {ticket_id}, prompt {prompt}: {reason}", flush=True)
+                    self._held_out.drop(ticket_id, sampler_id)
+            elif (book := self._book_of(sampler_id)).belongs_to(ticket_id, sampler_id) and book.drop(ticket_id, reason):
+                self._shown_drops[reason] += 1
+                if self._shown_drops[reason] <= MAX_SHOWN_DROPS:
+                    more = "; more are only counted" if self._shown_drops[reason] == MAX_SHOWN_DROPS else ""
+                    what = f"ticket {ticket_id}, prompt {book.ticket(ticket_id).prompt_index}"
+                    print(f"sampler {sampler_id} dropped {what}: {reason}{more}", flush=True)
+                self._settle(book)
             self._changed.notify_all()
 
-    def leave(self, sampler_id: str, reason: str) -> None:
+    def _settle(self, book: TicketBook) -> None:
+        """Take down the tickets that were dropped: in the journal, once the book is the run's, and for `next_step`."""
+        if book is not self._book:
+            self._in_a_row = Counter(reason for _, reason in book.fresh_drops)
+            return  # they are taken down once this book's data is the run's, and dropped again after a crash
+        for ticket_id, reason in book.fresh_drops:
+            self._journal.note_drop(ticket_id, reason)
+            if reason not in (EQUAL, "stale"):
+                self._in_a_row[reason] += 1
+        book.fresh_drops.clear()
+
+    def leave(self, sampler_id: str, reason: str, *, failed: bool = False, silent: bool = False) -> None:
         """Give a departed sampler's tickets to the others."""
+        why = FAILED_SAMPLERS if failed else SILENT_SAMPLERS
         with self._changed:
-            lost = self._release(sampler_id)
-        print(f"sampler {sampler_id} left ({reason}); {lost} of its tickets go to others")
+            if sampler_id not in self._hellos:
+                return
+            lost = self._release(sampler_id, reason=why, weight=failed + SILENCE * silent)
+            del self._hellos[sampler_id]
+            self._turn.pop(sampler_id, None)
+        print(f"sampler {sampler_id} left ({reason}); {lost} of its tickets go to others", flush=True)
 
     # -- called by the training loop ---------------------------------------------------------------------------
 
     def next_step(self, wait: float) -> list[Group] | None:
-        """The groups of the next step in training order, or None if they are not all here within `wait` seconds."""
+        """The groups of the next step in training order, or None if they are not all here within `wait` seconds.
+
+        Raises:
+            ChannelError: ticket after ticket is dropped, so nothing can ever be trained on.
+        """
         deadline = time.monotonic() + wait
         with self._changed:
             while True:
+                self._check_fruit()
                 if self._book is not None:
                     for ticket_id in self._book.drop_stale():
                         self._stale_lengths.append(float(self._groups.pop(ticket_id).lengths.float().mean()))
-                        self._journal.note_drop(ticket_id, "stale")
+                    self._settle(self._book)
                     ticket_ids = self._book.start_step()
                     if ticket_ids is not None:
                         self._note_step(ticket_ids)
@@ -237,6 +373,16 @@ class Collector:
                 if left <= 0:
                     return None
                 self._changed.wait(left)
+
+    def _check_fruit(self) -> None:
+        dropped = self._in_a_row.total()
+        books = [self._book] if self._book else list(self._books.values())
+        if books and dropped >= min(FRUITLESS, max(book.num_prompts for book in books)):
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self._in_a_row.most_common(3))
+            raise ChannelError(
+                f"nothing can be trained on: {dropped} tickets in a row were dropped, the reasons: {reasons}; change "
+                "what the reason names at the samplers, or give them another --dataset"
+            )
 
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""
@@ -296,54 +442,66 @@ class Collector:
         """The samplers' limit on completion length."""
         return self._shared["max_new_tokens"]
 
-    def _check_hello(self, header: dict) -> None:
-        run, group_size = self._run, self._welcome["group_size"]
-        if header["protocol"] != PROTOCOL_VERSION:
-            raise Refusal(
-                f"it speaks protocol {header['protocol']!r}, the learner {PROTOCOL_VERSION}; use one checkout for both"
-            )
+    def _check_hello(self, hello: Hello) -> None:
+        run, group_size = self._run, self._welcome.group_size
         for name, flag in (("model", "--model_path"), ("tokenizer", "--model_path")):
-            if header[name] != run[name]:
+            found = getattr(hello, name)
+            if found != run[name]:
                 raise Refusal(
-                    f"its {name} ({header['model_path']}, fingerprint {str(header[name])[:12]}) is not the learner's "
+                    f"its {name} ({hello.model_path}, fingerprint {found[:12]}) is not the learner's "
                     f"({run['model_path']}, {run[name][:12]}); start both with the same {flag}"
                 )
-        if header["run_id"] != run["run_id"]:
-            found = f"run {header['run_id']}" if header["run_id"] else "no run.json"
+        if hello.run_id != run["run_id"]:
+            found = f"run {hello.run_id}" if hello.run_id else "no run.json"
             raise Refusal(
-                f"its adapter folder {header['lora_path']} holds {found}, the learner publishes run {run['run_id']} in "
+                f"its adapter folder {hello.lora_path} holds {found}, the learner publishes run {run['run_id']} in "
                 f"{run['save_path']}; start the sampler with --lora_path {run['save_path']}",
                 passing=True,  # the file may have been written a moment ago, or not be visible over the network yet
             )
-        if header["batch_size"] % group_size:
+        if hello.batch_size % group_size:
             raise Refusal(
-                f"its --batch_size {header['batch_size']} is no multiple of the learner's --group_size {group_size}"
+                f"its --batch_size {hello.batch_size} is not a multiple of the learner's --group_size {group_size}"
             )
-        for name in ("num_prompts", "max_new_tokens", "batch_size"):
-            if type(header[name]) is not int:
-                raise ValueError(f"{name} is {header[name]!r:.60}")
-        if header["num_prompts"] < 1:
+        if hello.num_prompts < 1:
             raise Refusal("its dataset is empty; give another --dataset")
-        if self._held_out and not header["held_out"]:
-            raise Refusal("it has not seen yet that this run evaluates", passing=True)
-        if self._held_out and "error" in header["held_out"]:
+        if self._held_out and hello.held_out.error:
             raise Refusal(
-                f"the learner evaluates (--eval_steps), and it has no held-out questions: {header['held_out']['error']}"
+                f"the learner evaluates (--eval_steps), and it has no held-out questions: {hello.held_out.error}"
             )
+        if self._held_out and not hello.held_out.num_prompts:
+            raise Refusal("it has not seen yet that this run evaluates", passing=True)
 
-    def _check_group(self, group: Group, ticket_id: int) -> None:
-        if group.ticket_id != ticket_id or not self._book.issued(ticket_id):
+    def _check_group(self, group: Group, ticket_id: int, book: TicketBook, hello: Hello) -> None:
+        if group.ticket_id != ticket_id or not book.acceptable(ticket_id):
             raise MalformedGroup(f"a group of ticket {group.ticket_id} for ticket {ticket_id}, not one that was issued")
+        prompt = book.ticket(ticket_id).prompt_index
+        if group.prompt_index != prompt:
+            raise MalformedGroup(f"prompt {group.prompt_index}, ticket {ticket_id} is for prompt {prompt}")
         if group.run_id != self._run["run_id"]:
             raise MalformedGroup(f"run {group.run_id!r}, this is run {self._run['run_id']!r}")
-        if group.size != self._welcome["group_size"]:
-            raise MalformedGroup(f"{group.size} completions, --group_size is {self._welcome['group_size']}")
-        if group.temperature != self._welcome["temperature"]:
-            raise MalformedGroup(f"temperature {group.temperature}, the run's is {self._welcome['temperature']}")
-        if self._welcome["needs_reference"] and group.ref_logprobs is None:
+        self._check_version(group, book)
+        if group.size != self._welcome.group_size:
+            raise MalformedGroup(f"{group.size} completions, --group_size is {self._welcome.group_size}")
+        if group.temperature != self._welcome.temperature:
+            raise MalformedGroup(f"temperature {group.temperature}, the run's is {self._welcome.temperature}")
+        if self._welcome.needs_reference and group.ref_logprobs is None:
             raise MalformedGroup("no reference log-probs, which --beta above 0 needs")
         largest = max(int(ids.max()) for ids in (group.prompt_ids, group.completion_ids) if len(ids))
-        if largest >= self._welcome["vocab_size"]:
-            raise MalformedGroup(f"token id {largest}, the model has {self._welcome['vocab_size']}")
-        if int(group.lengths.max()) > self.max_new_tokens:
-            raise MalformedGroup(f"a completion of {int(group.lengths.max())} tokens, more than {self.max_new_tokens}")
+        if largest >= self._welcome.vocab_size:
+            raise MalformedGroup(f"token id {largest}, the model has {self._welcome.vocab_size}")
+        if int(group.lengths.max()) > hello.max_new_tokens:
+            raise MalformedGroup(f"a completion of {int(group.lengths.max())} tokens, more than {hello.max_new_tokens}")
+
+    def _check_version(self, group: Group, book: TicketBook) -> None:
+        """Its adapter was published by this run; one that is too old to be trained on may be gone from the disk."""
+        version = group.adapter_version
+        expected = self._hashes.get(version) or self._hash_of(version)
+        if expected:
+            self._hashes = {v: known for v, known in self._hashes.items() if v > version - 100} | {version: expected}
+        if version < book.steps_done - book.max_staleness and version >= 0:
+            return  # it will be dropped as stale
+        if expected is None:
+            raise MalformedGroup(f"adapter version {version}, which this run has not published")
+        if group.adapter_sha256 != expected:
+            found = group.adapter_sha256
+            raise MalformedGroup(f"adapter version {version} with hash {found[:12]}, not {expected[:12]}")

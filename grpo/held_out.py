@@ -11,8 +11,10 @@ after a restart.
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from grpo.clock import awake
 from grpo.evaluation import RECORD, one_line, summarize
 from grpo.files import append_line, read_lines
 from grpo.tickets import Ticket
@@ -31,7 +33,7 @@ class HeldOut:
         self._folder, self._questions = folder, limit
         self.summaries = read_evaluations(folder, mend=True)  # of finished versions, in the order of their end
         self._waiting: list[int] = []  # ticket ids
-        self._held: dict[int, str] = {}  # ticket id -> sampler id
+        self._held: dict[int, tuple[str, float]] = {}  # ticket id -> sampler id, and since when
         self._records: dict[int, dict[int, dict | None]] = {}  # version -> question -> record, None if dropped
         self._started: dict[int, float] = {}
 
@@ -41,9 +43,12 @@ class HeldOut:
         return set(self._records)
 
     def resize(self, available: int) -> None:
-        """There are only so many questions; known before the first is handed out."""
+        """There are only so many questions; known once a sampler has delivered."""
         self._questions = min(self._questions, available)
         self._waiting = [t for t in self._waiting if self._ticket(t).prompt_index < self._questions]
+        for version, records in list(self._records.items()):
+            if len(records) == self._questions:
+                self._write(version)
 
     def start(self, version: int) -> None:
         """Put a version in line, unless its evaluation is on disk already."""
@@ -52,35 +57,52 @@ class HeldOut:
             self._started[version] = time.monotonic()
             self._waiting += [-1 - (version * MAX_QUESTIONS + i) for i in range(self._questions)]
 
-    def grant(self, sampler_id: str, capacity: int) -> list[Ticket]:
-        """Up to `capacity` questions of one version, the oldest version first."""
-        tickets = [self._ticket(ticket_id) for ticket_id in self._waiting[:capacity]]
+    def grant(self, sampler_id: str, capacity: int, available: int, limit: float) -> list[Ticket]:
+        """Up to `capacity` questions of one version, the oldest version first.
+
+        The sampler has `available` questions. One that another sampler has had for more than `limit` seconds is asked
+        again; whichever answer comes first counts.
+        """
+        now = awake.now()
+        for ticket_id, (holder, since) in list(self._held.items()):
+            if holder != sampler_id and now - since > limit:
+                self.give_back(ticket_id, holder)
+        tickets = [self._ticket(t) for t in self._waiting if self._ticket(t).prompt_index < available][:capacity]
         tickets = [ticket for ticket in tickets if ticket.version == tickets[0].version]
-        del self._waiting[: len(tickets)]
-        self._held |= {ticket.ticket_id: sampler_id for ticket in tickets}
+        granted = {ticket.ticket_id for ticket in tickets}
+        self._waiting = [t for t in self._waiting if t not in granted]
+        self._held |= dict.fromkeys(granted, (sampler_id, now))
         return tickets
 
-    def receive(self, ticket_id: int, blob: bytes) -> None:
-        """Take a record in; one that is here already changes nothing. MalformedRecord for anything else."""
+    def receive(self, ticket_id: int, blob: bytes, bind: Callable[[], None] = lambda: None) -> None:
+        """Take a record in; one that is here already changes nothing. MalformedRecord for anything else.
+
+        `bind` is called once the record is known to be sound, before it is taken.
+        """
         ticket, record = self._ticket(ticket_id), read_record(blob)
         if record["index"] != ticket.prompt_index:
             raise MalformedRecord(f"the record of question {record['index']} for question {ticket.prompt_index}")
+        bind()
         self._finish(ticket_id, record)
 
-    def drop(self, ticket_id: int) -> None:
-        """A question that cannot be asked is left out of the summary."""
-        self._finish(ticket_id, None)
+    def drop(self, ticket_id: int, sampler_id: str) -> None:
+        """A question that its sampler cannot ask is left out of the summary."""
+        if self._holder(ticket_id) == sampler_id:
+            self._finish(ticket_id, None)
 
     def release(self, sampler_id: str, keep: set[int] = frozenset()) -> None:
         """Take back what a sampler holds, except `keep`."""
-        lost = [t for t, holder in self._held.items() if holder == sampler_id and t not in keep]
-        for ticket_id in lost:
-            self.give_back(ticket_id)
+        for ticket_id in [t for t in self._held if self._holder(t) == sampler_id and t not in keep]:
+            self.give_back(ticket_id, sampler_id)
 
-    def give_back(self, ticket_id: int) -> None:
-        """One ticket goes to the next sampler that asks."""
-        if self._held.pop(ticket_id, None) is not None:
+    def give_back(self, ticket_id: int, sampler_id: str) -> None:
+        """A ticket that this sampler holds goes to the next one that asks."""
+        if self._holder(ticket_id) == sampler_id:
+            del self._held[ticket_id]
             self._waiting = sorted([*self._waiting, ticket_id], reverse=True)
+
+    def _holder(self, ticket_id: int) -> str | None:
+        return self._held.get(ticket_id, (None, 0.0))[0]
 
     def _ticket(self, ticket_id: int) -> Ticket:
         version, index = divmod(-1 - ticket_id, MAX_QUESTIONS)
@@ -122,11 +144,13 @@ def read_record(blob: bytes) -> dict:
     """An evaluation record from foreign bytes."""
     try:
         record = json.loads(blob)
-    except (ValueError, RecursionError) as error:
-        raise MalformedRecord(f"the record is no JSON: {error}") from error
+    except Exception as error:  # foreign bytes can make a parser fail in any way
+        raise MalformedRecord(f"the record is no JSON: {error!s:.200}") from error
     if not isinstance(record, dict) or record.keys() != RECORD.keys():
         raise MalformedRecord(f"the record is no object with {', '.join(RECORD)}")
     for name, kind in RECORD.items():
         if type(record[name]) is not kind:
-            raise MalformedRecord(f"{name} is {record[name]!r:.60}, not {kind.__name__}")
+            raise MalformedRecord(f"{name} is a {type(record[name]).__name__}, not {kind.__name__}")
+    if not 0 <= record["length"] <= MAX_QUESTIONS:
+        raise MalformedRecord("length is out of bounds")
     return record

@@ -18,11 +18,13 @@ from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from grpo.clock import awake
 from grpo.collector import Collector
 from grpo.engine import groups_per_step, make_engine, read_ds_config
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logbook import Logbook
+from grpo.messages import PROTOCOL_VERSION, Welcome
 from grpo.metrics import Means, group_metrics
 from grpo.model_card import model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
@@ -31,7 +33,7 @@ from grpo.publisher import Publisher
 from grpo.ranks import STEP, STOP, Ranks
 from grpo.reference import References
 from grpo.replay import Replay
-from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
+from grpo.rollout import Group, pack, unpack
 from grpo.step_data import StepData, completion_mask, micro_batch
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
@@ -196,9 +198,9 @@ class Learner:
 
     def _finish_evaluations(self) -> None:
         """After the last step: wait for evaluations that are under way, as long as answers come."""
-        started = noticed = time.monotonic()
+        started = noticed = awake.now()
         while self.source.pinned and not (self._failure or self._stop_signal):
-            now = time.monotonic()
+            now = awake.now()
             if now - max(started, self.source.last_arrival) > self.args.timeout:
                 limit, versions = self.args.timeout, sorted(self.source.pinned)
                 print(f"evaluation of versions {versions} given up: no answer for {limit:.0f} s (--timeout)")
@@ -309,14 +311,14 @@ class Learner:
 
     def _open_for_samplers(self, needs_reference: bool) -> None:
         args = self.args
-        welcome = {
-            "run_id": self.run["run_id"],
-            "group_size": args.group_size,
-            "temperature": args.temperature,
-            "dtype": self.dtype,
-            "needs_reference": needs_reference,
-            "vocab_size": self.vocab_size,
-        }
+        welcome = Welcome(
+            run_id=self.run["run_id"],
+            group_size=args.group_size,
+            temperature=args.temperature,
+            dtype=self.dtype,
+            needs_reference=needs_reference,
+            vocab_size=self.vocab_size,
+        )
         self.source = Collector(
             self.run,
             welcome,
@@ -325,6 +327,8 @@ class Learner:
             seed=args.seed,
             max_steps=args.max_steps,
             journal=Journal(self.store.path, keep=args.keep_journal),
+            hash_of=self.store.hash_of,
+            patience=args.timeout,
             steps_done=self.steps_done,
             version=self.publisher.newest,
             held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
@@ -356,12 +360,17 @@ class Learner:
 
     def _wait_for_groups(self) -> list[Group] | None:
         """Rank 0: wait for the next step's groups, with a sign of life to the others every second."""
-        started = noticed = time.monotonic()
+        started = noticed = awake.now()
         while True:
             if self._stop_signal:
                 self.ranks.share(STOP)
                 return None
-            groups = self.source.next_step(POLL_SECONDS)
+            try:
+                groups = self.source.next_step(POLL_SECONDS)
+            except ChannelError as error:
+                self._failure = error  # the work so far is saved before it is raised
+                self.ranks.share(STOP)
+                return None
             if groups == []:  # a replay is at its end
                 self.ranks.share(STOP)
                 return None
@@ -380,8 +389,8 @@ class Learner:
                 return None
             self.ranks.share()
             self.logbook.terminal.waiting(self.source.queue, self.groups_per_step)
-            if time.monotonic() - noticed >= NOTICE_SECONDS:
-                noticed = time.monotonic()
+            if awake.now() - noticed >= NOTICE_SECONDS:
+                noticed = awake.now()
                 print(f"waiting for groups for {noticed - started:.0f} s: {self._who()}", flush=True)
 
     def _follow(self) -> list[Group] | None:
@@ -397,13 +406,12 @@ class Learner:
     def _check_patience(self, started: float) -> None:
         first = self.source.arrived == 0
         limit, flag = (self.args.startup_timeout, "--startup_timeout") if first else (self.args.timeout, "--timeout")
-        silent = time.monotonic() - max(started, self.source.last_arrival)
+        silent = awake.now() - max(started, self.source.last_arrival)
         if silent > limit:
             raise ChannelError(f"no group has arrived for {silent:.0f} s ({flag} {limit:.0f}): {self._who()}")
 
     def _who(self) -> str:
-        names = ", ".join(self.channel.samplers) or "none (start one with ./run.sh sampler)"
-        return f"{self.source.queue} of {self.groups_per_step} are here; samplers connected: {names}"
+        return f"{self.source.queue} of {self.groups_per_step} are here; samplers connected: {self.channel.who()}"
 
     # -- one step's details ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Replay:
     dropped: dict[str, int] = {}
     pinned: frozenset[int] = frozenset()
     evaluations: tuple[dict, ...] = ()
+    sampler_settings: dict = {}
 
     def __init__(self, folder: Path, run: dict, needs_reference: bool, steps_done: int):
         self._folder, self._steps_done, self._needs_reference = folder, steps_done, needs_reference
@@ -50,6 +51,7 @@ class Replay:
             raise ValueError(f"--replay {folder}: its journal lacks {what}; only a run with --keep_journal has all")
         self.max_new_tokens = history.data["max_new_tokens"]
         self.dataset_name = history.data.get("dataset_name", "")
+        self.sampler_settings = history.data.get("settings", {})
 
     @property
     def last_step(self) -> int:

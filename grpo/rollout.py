@@ -12,12 +12,14 @@ import json
 from dataclasses import dataclass, field
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-PROTOCOL_VERSION = 1
+FORMAT_VERSION = 1  # of a packed Group, on the wire and in journals
 MAX_HEADER_BYTES = 1 << 16
 MAX_GROUP_BYTES = 64 << 20
+MAX_NAMES = 64  # of components, and of stats
+LONGEST_NAME = 128  # characters
+LARGEST = 1 << 53  # what a float holds exactly, so that arithmetic on a foreign number cannot overflow
 
 
 class MalformedGroup(ValueError):
@@ -91,19 +93,25 @@ def pack(group: Group) -> bytes:
     tensors |= {_COMPONENT + name: value for name, value in group.components.items()}
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items() if value is not None}
     metadata = {name: getattr(group, name) for name in _METADATA}
-    metadata |= {"protocol": PROTOCOL_VERSION, "stats": group.stats}
+    metadata |= {"protocol": FORMAT_VERSION, "stats": group.stats}
     return save(tensors, metadata={"group": json.dumps(metadata)})
 
 
 def unpack(blob: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
-    """Read a Group from foreign bytes, or raise MalformedGroup with what is wrong with them."""
+    """Read a Group from foreign bytes, or raise MalformedGroup with what is wrong with them, and nothing else."""
+    try:
+        return _unpack(blob, max_bytes)
+    except MalformedGroup:
+        raise
+    except Exception as error:  # foreign bytes can make a parser fail in any way: RecursionError, OverflowError ...
+        raise MalformedGroup(f"{type(error).__name__}: {error!s:.200}") from error
+
+
+def _unpack(blob: bytes, max_bytes: int) -> Group:
     header = _read_header(blob, max_bytes)
     metadata = _read_metadata(header)
     _check_shapes(header)
-    try:
-        tensors = load(blob)
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise MalformedGroup(f"not a safetensors blob: {error}") from error
+    tensors = load(blob)
     components = {name.removeprefix(_COMPONENT): tensors.pop(name) for name in list(tensors) if name not in _TENSORS}
     stats = metadata.pop("stats")
     group = Group(**metadata, **tensors, components=components, stats=stats)
@@ -117,10 +125,7 @@ def _read_header(blob: bytes, max_bytes: int) -> dict:
     size = int.from_bytes(blob[:8], "little")
     if len(blob) < 8 or size > min(MAX_HEADER_BYTES, len(blob) - 8):
         raise MalformedGroup(f"a header of {size} bytes in a blob of {len(blob)} (limit {MAX_HEADER_BYTES})")
-    try:
-        header = json.loads(blob[8 : 8 + size])
-    except (ValueError, RecursionError) as error:
-        raise MalformedGroup(f"the header is no JSON: {error}") from error
+    header = json.loads(blob[8 : 8 + size])
     if not isinstance(header, dict):
         raise MalformedGroup(f"the header is a {type(header).__name__}, not an object")
     return header
@@ -131,17 +136,34 @@ def _read_metadata(header: dict) -> dict:
     try:
         metadata = json.loads(outer["group"])
         protocol = metadata.pop("protocol")
-        stats = {str(name): float(value) for name, value in metadata.pop("stats").items()}
-    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise MalformedGroup(f"the metadata holds no Group: {error!r}") from error
-    if protocol != PROTOCOL_VERSION:
-        raise MalformedGroup(f"protocol version {protocol!r}, this program speaks {PROTOCOL_VERSION}")
+        stats = dict(metadata.pop("stats").items())
+    except (TypeError, KeyError, AttributeError) as error:
+        raise MalformedGroup(f"the metadata holds no Group: {error!r:.200}") from error
+    if protocol != FORMAT_VERSION:
+        raise MalformedGroup(f"format version {protocol!r:.60}, this program reads {FORMAT_VERSION}")
     if metadata.keys() != _METADATA.keys():
-        raise MalformedGroup(f"metadata fields {sorted(metadata)}, expected {sorted(_METADATA)}")
+        raise MalformedGroup(f"metadata fields {sorted(metadata)!s:.300}, expected {sorted(_METADATA)}")
     for name, kind in _METADATA.items():
-        if type(metadata[name]) is not kind:
-            raise MalformedGroup(f"{name} is {metadata[name]!r}, not {kind.__name__}")
-    return metadata | {"stats": stats}
+        _check_field(name, metadata[name], kind)
+    _check_names("stats", stats)
+    for name, value in stats.items():
+        _check_field(name, value, float if type(value) is float else int)
+    return metadata | {"stats": {name: float(value) for name, value in stats.items()}}
+
+
+def _check_field(name: str, value, kind: type) -> None:
+    """A field of this type, within what arithmetic, file names and a terminal can take."""
+    if type(value) is not kind:
+        raise MalformedGroup(f"{name} is a {type(value).__name__}, not {kind.__name__}")
+    short = kind is not str or (len(value) <= LONGEST_NAME and value.isprintable())
+    small = kind is str or abs(value) <= LARGEST  # which NaN is not
+    if not (short and small):
+        raise MalformedGroup(f"{name} is out of bounds")
+
+
+def _check_names(what: str, names) -> None:
+    if len(names) > MAX_NAMES or not all(len(name) <= LONGEST_NAME and name.isprintable() for name in names):
+        raise MalformedGroup(f"{what} has more than {MAX_NAMES} names, or one that is no short text")
 
 
 def _check_shapes(header: dict) -> None:
@@ -174,13 +196,17 @@ def _check_values(group: Group) -> None:
         values = getattr(group, name)
         if values is not None and not (values.isfinite().all() and (values <= 1e-3).all()):
             raise MalformedGroup(f"{name} holds a value that is no log-probability")
-    if group.rewards.isinf().any():
+    if (group.rewards.abs() > LARGEST).any():
         raise MalformedGroup(f"rewards {group.rewards.tolist()}")
+    _check_names("components", group.components)
+    for name, values in group.components.items():
+        if not (values.abs() <= LARGEST).all():
+            raise MalformedGroup(f"component {name} is {values.tolist()}")
     if group.step_rows is not None:
         rows = group.step_rows.long()
         if ((rows < 0) | (rows >= group.size)).any():
             raise MalformedGroup(f"process-reward steps of completions {rows.tolist()} in a group of {group.size}")
         if ((group.step_ends < 0) | (group.step_ends >= group.lengths[rows])).any():
             raise MalformedGroup(f"process-reward steps end at {group.step_ends.tolist()}, outside their completions")
-        if not group.step_rewards.isfinite().all():
+        if not (group.step_rewards.abs() <= LARGEST).all():
             raise MalformedGroup(f"process rewards {group.step_rewards.tolist()}")

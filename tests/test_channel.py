@@ -19,23 +19,22 @@ from grpo.collector import Collector
 from grpo.held_out import HeldOut, read_evaluations
 from grpo.journal import Journal
 from grpo.keys import make_keys
-from grpo.rollout import PROTOCOL_VERSION, pack
+from grpo.messages import PROTOCOL_VERSION, HeldOutFacts, Hello, Welcome
+from grpo.rollout import pack
 
 RUN = {"run_id": "run", "model": "m" * 64, "tokenizer": "t" * 64, "model_path": "/models/a", "save_path": "/runs/a"}
-WELCOME = {
-    "run_id": "run",
-    "group_size": 2,
-    "temperature": 1.0,
-    "dtype": "float32",
-    "needs_reference": True,
-    "vocab_size": 100,
-}
+WELCOME = Welcome(
+    run_id="run", group_size=2, temperature=1.0, dtype="float32", needs_reference=True, vocab_size=100
+)
+HASH = "0" * 64  # of every version that the tests publish
 FACTS = {
     "protocol": PROTOCOL_VERSION,
     "model_path": "/models/a",
     "model": "m" * 64,
     "tokenizer": "t" * 64,
     "dataset": "d",
+    "dataset_name": "questions.jsonl",
+    "settings": {"system_prompt": "say it"},
     "num_prompts": 10,
     "max_new_tokens": 8,
     "batch_size": 4,
@@ -43,6 +42,17 @@ FACTS = {
     "run_id": "run",
     "held_out": {"dataset": "e", "num_prompts": 5},
 }
+
+
+def published(version: int) -> str | None:
+    """The hash of an adapter version; there are ten."""
+    return HASH if 0 <= version < 10 else None
+
+
+def hello(holding=(), **changes) -> Hello:
+    """A sampler's introduction, as the learner reads it."""
+    facts = FACTS | changes
+    return Hello(**facts | {"held_out": HeldOutFacts(**facts["held_out"]), "holding": tuple(holding)})
 
 
 @pytest.fixture
@@ -58,7 +68,7 @@ def wire(tmp_path_factory):
             silence, keys = settings.pop("silence_limit", 30), settings.pop("keys", None)
             folder = settings.pop("folder", None) or tmp_path_factory.mktemp("journal")
             journal = Journal(Path(folder), keep=False)
-            collector = Collector(RUN, WELCOME, journal=journal, **defaults | settings)
+            collector = Collector(RUN, WELCOME, journal=journal, hash_of=published, **defaults | settings)
             opened.append(LearnerChannel(self.address, silence, keys))
             opened[-1].start(collector)
             return collector, opened[-1]
@@ -72,15 +82,24 @@ def wire(tmp_path_factory):
         end.close(limit=5)
 
 
+def wait_until(condition, limit: float = 20.0) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def answer(ticket, **changes) -> bytes:
-    return pack(make_group(ticket_id=ticket.ticket_id, adapter_version=ticket.version, **changes))
+    fields = dict(ticket_id=ticket.ticket_id, prompt_index=ticket.prompt_index, adapter_version=ticket.version)
+    return pack(make_group(**fields | {"adapter_sha256": HASH} | changes))
 
 
 def test_a_step_goes_round(wire):
     collector, learner = wire.learner()
     sampler = wire.sampler()
     welcome = sampler.connect()
-    assert welcome["run_id"] == "run" and welcome["version"] == 0
+    assert welcome.run_id == "run" and welcome.version == 0
     batches = sampler.tickets(capacity=2)
     tickets = next(batches)
     assert [t.ticket_id for t in tickets] == [0, 1]
@@ -103,7 +122,7 @@ def test_the_sampler_may_start_first(wire):
     sampler = wire.sampler()
     time.sleep(0.5)
     wire.learner()
-    assert sampler.connect()["group_size"] == 2
+    assert sampler.connect().group_size == 2
 
 
 REFUSALS = {
@@ -134,17 +153,29 @@ def test_a_sampler_that_was_there_before_the_runs_folder_is_welcomed_once_it_see
     sampler = SamplerChannel(wire.address, "early", lambda: FACTS | facts, 30.0, 30.0)
     threading.Timer(1.0, facts.update, [{"run_id": "run"}]).start()
     try:
-        assert sampler.connect()["run_id"] == "run"
+        assert sampler.connect().run_id == "run"
     finally:
         sampler.close(limit=5)
 
 
 @pytest.mark.parametrize("changes", [dict(dataset="other"), dict(num_prompts=11), dict(max_new_tokens=9)])
-def test_samplers_must_agree_with_the_first(wire, changes):
-    wire.learner()
-    wire.sampler("first").connect()
+def test_the_first_valid_group_decides_the_data_and_others_are_refused(wire, changes):
+    collector, _ = wire.learner(max_staleness=1)
+    odd = wire.sampler("odd", **changes)
+    odd.connect()  # first, and yet nothing follows from what it says
+    odd_tickets = next(odd.tickets(capacity=1))
+    good = wire.sampler("good")
+    good.connect()
+    (ticket,) = next(good.tickets(capacity=1))
+    assert ticket.ticket_id == odd_tickets[0].ticket_id == 0
+    good.send(ticket.ticket_id, answer(ticket))
+    wait_until(lambda: collector.queue == 1)
+    odd.send(0, answer(odd_tickets[0]))
     with pytest.raises(ChannelError, match="start every sampler with the same --"):
-        wire.sampler("second", **changes).connect()
+        next(odd.tickets(capacity=1))
+    with pytest.raises(ChannelError, match="start every sampler with the same --"):
+        wire.sampler("late", **changes).connect()
+    assert collector.queue == 1
 
 
 def test_a_port_in_use_is_one_sentence(wire):
@@ -172,7 +203,7 @@ def test_malformed_groups_are_dropped_and_their_tickets_granted_again(wire):
 
 def test_groups_outside_the_runs_limits_are_refused(wire):
     collector, _ = wire.learner()
-    collector.hello("s", FACTS | {"holding": []})
+    collector.hello("s", hello())
     ticket = collector.grant("s", 1)[0]
     good = answer(ticket)
     for changes in (
@@ -212,9 +243,9 @@ def test_a_restarted_learner_gets_the_unacknowledged_groups_again(wire, monkeypa
         sampler.send(ticket.ticket_id, answer(ticket))
     collector, _ = wire.learner()
     deadline = time.monotonic() + 20
-    while sampler._unacknowledged and time.monotonic() < deadline:
+    while sampler._unanswered and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not sampler._unacknowledged  # this learner does not know the tickets, but it has answered
+    assert not sampler._unanswered  # this learner does not know the tickets, but it has answered
 
 
 def test_nobody_there_ends_with_the_address_and_the_flag(wire):
@@ -253,7 +284,7 @@ def test_foreign_messages_are_counted_and_dropped(wire):
         time.sleep(0.02)
     assert learner.foreign == 6
     stranger.close(linger=0)
-    assert wire.sampler().connect()["run_id"] == "run"
+    assert wire.sampler().connect().run_id == "run"
 
 
 def test_a_ticket_whose_prompt_does_not_fit_is_dropped_and_replaced(wire):
@@ -315,7 +346,7 @@ def test_held_out_questions_come_in_turn_with_training_at_a_pinned_version(wire,
             sampler.send(ticket.ticket_id, record(ticket))
             sampler.send(ticket.ticket_id, record(ticket, strict=False))  # the second one changes nothing
         deadline = time.monotonic() + 10
-        while sampler._unacknowledged and time.monotonic() < deadline:
+        while sampler._unanswered and time.monotonic() < deadline:
             time.sleep(0.02)
     first, second = read_evaluations(tmp_path)
     assert (first["version"], first["questions"], first["left_out"], first["accuracy"]) == (0, 4, 1, 0.0)
@@ -328,7 +359,7 @@ def test_held_out_questions_come_in_turn_with_training_at_a_pinned_version(wire,
 
 def test_malformed_records_are_refused_and_their_questions_asked_again(wire, tmp_path, capsys):
     collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
-    collector.hello("s", FACTS | {"holding": []})
+    collector.hello("s", hello())
     collector.evaluate(3)
     collector.grant("s", 1)
     (ticket,) = collector.grant("s", 1)
@@ -338,10 +369,12 @@ def test_malformed_records_are_refused_and_their_questions_asked_again(wire, tmp
     assert collector.malformed == 20 * len(bad)
     assert capsys.readouterr().out.count("dropped a malformed evaluation record") == len(set(bad)) - 2  # kinds
     collector.arrived = 0
-    (again,) = collector._held_out.grant("other", 5)
+    for name in ("other", "third"):
+        collector.hello(name, hello())
+    (again,) = collector._held_out.grant("other", 5, 5, 30.0)
     assert again == ticket
     collector.leave("other", "it said goodbye")
-    assert collector._held_out.grant("third", 5) == [ticket]
+    assert collector._held_out.grant("third", 5, 5, 30.0) == [ticket]
     assert collector.receive("third", ticket.ticket_id, record(ticket))
     assert not collector.pinned and read_evaluations(tmp_path)[0]["version"] == 3
 
@@ -368,14 +401,14 @@ def test_a_sampler_that_has_not_seen_that_the_run_evaluates_is_welcomed_once_it_
     sampler = SamplerChannel(wire.address, "early", lambda: FACTS | facts, 30.0, 30.0)
     threading.Timer(1.0, facts.update, [{"held_out": FACTS["held_out"]}]).start()
     try:
-        assert sampler.connect()["run_id"] == "run"
+        assert sampler.connect().run_id == "run"
     finally:
         sampler.close(limit=5)
 
 
 def test_records_where_nobody_evaluates_are_refused(wire):
     collector, _ = wire.learner()
-    collector.hello("s", FACTS | {"holding": [-5]})
+    collector.hello("s", hello(holding=[-5]))
     assert not collector.receive("s", -5, b"{}")
     collector.drop("s", -5, "no reason")
 
@@ -392,7 +425,7 @@ def keys(tmp_path_factory):
 def test_with_keys_the_owner_of_one_is_served(wire, keys):
     collector, learner = wire.learner(keys=keys[0])
     sampler = wire.sampler(keys=keys[0])
-    assert sampler.connect()["run_id"] == "run"
+    assert sampler.connect().run_id == "run"
     for ticket in next(sampler.tickets(capacity=2)):
         sampler.send(ticket.ticket_id, answer(ticket))
     assert len(collector.next_step(wait=10)) == 2 and learner.handshakes_refused == 0
@@ -409,9 +442,9 @@ def test_with_keys_nobody_else_gets_an_answer_and_it_is_logged(wire, keys, their
     stranger = wire.sampler("stranger", startup=3.0, keys=mixed)
     with pytest.raises(ChannelError, match="--startup_timeout.*do the --keys of both sides fit"):
         stranger.connect()
-    assert learner.handshakes_refused > 0 and learner.samplers == [] and collector._known == set()
+    assert learner.handshakes_refused > 0 and learner.samplers == [] and collector._hellos == {}
     assert "refused a connection without the right key" in capsys.readouterr().out
-    assert wire.sampler("friend", keys=keys[0]).connect()["run_id"] == "run"
+    assert wire.sampler("friend", keys=keys[0]).connect().run_id == "run"
 
 
 def test_a_learner_with_another_key_gets_nothing_from_a_sampler(wire, keys):

@@ -1,9 +1,10 @@
 """The learner's journal: what was acknowledged is there after a crash, and nothing is there twice."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from test_channel import FACTS, RUN, WELCOME, answer
+from test_channel import RUN, WELCOME, answer, hello, published
 
 from grpo.collector import Collector
 from grpo.files import read_lines, write_file
@@ -14,12 +15,13 @@ from grpo.rollout import pack, unpack
 
 def collector(folder, **changes) -> Collector:
     settings = dict(groups_per_step=2, max_staleness=1, seed=0, max_steps=0) | changes
-    return Collector(RUN, WELCOME, journal=Journal(folder, keep=settings.pop("keep", False)), **settings)
+    journal = Journal(folder, keep=settings.pop("keep", False))
+    return Collector(RUN, WELCOME, journal=journal, hash_of=published, **settings)
 
 
 def fill(one, count) -> list:
     """Hand in groups for the next `count` tickets."""
-    one.hello("s", FACTS | {"holding": []})
+    one.hello("s", hello())
     tickets = one.grant("s", count)
     assert len(tickets) == count
     for ticket in tickets:
@@ -38,7 +40,7 @@ def test_a_restarted_learner_has_what_was_acknowledged_and_wants_the_rest(tmp_pa
     fill(collector(tmp_path), 3)
     again = collector(tmp_path)
     assert again.queue == 3
-    again.hello("t", FACTS | {"holding": []})
+    again.hello("t", hello())
     assert [group.ticket_id for group in again.next_step(wait=0)] == [0, 1]
     assert [ticket.ticket_id for ticket in again.grant("t", 9)] == [3]
 
@@ -63,12 +65,12 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_groups_in_the_
 
 def test_dropped_tickets_stay_dropped(tmp_path):
     one = collector(tmp_path)
-    one.hello("s", FACTS | {"holding": []})
-    one.grant("s", 4)
+    fill(one, 1)
+    one.grant("s", 3)
     one.drop("s", 1, "prompt longer than --max_prompt_length")
     again = collector(tmp_path)
-    again.hello("s", FACTS | {"holding": []})
-    assert [ticket.ticket_id for ticket in again.grant("s", 9)] == [0, 2, 3, 4]
+    again.hello("s", hello())
+    assert [ticket.ticket_id for ticket in again.grant("s", 9)] == [2, 3, 4]
     assert again.dropped == {"prompt longer than --max_prompt_length": 1}
     assert read_history(tmp_path).dropped == {1: "prompt longer than --max_prompt_length"}
 
@@ -85,20 +87,21 @@ def test_a_missing_group_of_a_step_is_named(tmp_path):
 def test_samplers_of_another_dataset_are_refused_after_a_restart_too(tmp_path):
     fill(collector(tmp_path), 1)
     with pytest.raises(Exception, match="start every sampler with the same --dataset"):
-        collector(tmp_path).hello("s", FACTS | {"holding": [], "dataset": "other"})
+        collector(tmp_path).hello("s", hello(dataset="other"))
 
 
 def test_groups_without_reference_are_not_taken_up_where_beta_needs_them(tmp_path):
     one = Collector(
         RUN,
-        WELCOME | {"needs_reference": False},
+        replace(WELCOME, needs_reference=False),
         journal=Journal(tmp_path, keep=False),
+        hash_of=published,
         groups_per_step=2,
         max_staleness=1,
         seed=0,
         max_steps=0,
     )
-    one.hello("s", FACTS | {"holding": []})
+    one.hello("s", hello())
     (ticket,) = one.grant("s", 1)
     assert one.receive("s", ticket.ticket_id, answer(ticket, ref_logprobs=None))
     with pytest.raises(ValueError, match="--beta"):

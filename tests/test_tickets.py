@@ -77,7 +77,7 @@ def test_late_and_double_groups_are_recognised():
     one.release("b")
     assert one.arrive(1, 0) == "accepted"  # given up, yet it came before anybody else took it on
     assert [t.ticket_id for t in one.grant("c", 1)] == [2]
-    assert not one.issued(99)
+    assert not one.acceptable(99)
 
 
 def test_stale_groups_are_dropped_with_the_reason_and_replaced():
@@ -139,21 +139,100 @@ def test_a_restored_book_trains_the_planned_steps_first_and_asks_again_for_what_
     # steps 1 and 2 are done (tickets 0 to 3), step 3 was on its way, 7 is here, 5 was dropped, 6 is with a sampler
     one.restore(2, version=3, planned=[[9, 4]], arrived={7: 3}, finished={0, 1, 2, 3, 5})
     assert one.next_ticket == 10 and sorted(one.returned) == [6, 8]
-    one.claim("a", {6, 0, 10**12})  # done and impossible tickets are not taken up
-    assert one.held == {6: "a"} and one.next_ticket == 10
-    assert one.start_step() == [9, 4] and one.grant("b", 9)[0].ticket_id == 8
+    one.claim("a", {6, 0, 10**12})  # what a sampler says it works on is granted to others last, to itself never
+    assert one.held == {} and one.next_ticket == 10
+    assert one.start_step() == [9, 4] and [t.ticket_id for t in one.grant("b", 1)] == [8]
+    assert [t.ticket_id for t in one.grant("a", 9)] == []
     assert one.start_step() is None  # one at a time
     one.finish_step(3)
     assert one.arrive(6, 3) == "accepted"
     assert one.start_step() == [6, 7] and one.steps_done == 3
 
 
-def test_a_sampler_may_hold_tickets_that_a_restarted_learner_does_not_remember():
+def test_a_sampler_may_work_on_tickets_that_a_restarted_learner_does_not_remember():
     one = book(max_staleness=1)
     one.restore(0, version=0, planned=[], arrived={}, finished=set())
     one.claim("a", {2})
-    assert one.held == {2: "a"} and sorted(one.returned) == [0, 1] and one.next_ticket == 3
-    assert one.arrive(2, 0) == "accepted"
+    assert one.acceptable(2) and one.open(2) and not one.acceptable(4)
+    assert one.arrive(2, 0) == "accepted" and sorted(one.returned) == [0, 1] and one.next_ticket == 3
+
+
+def test_invented_claims_stop_nobody():
+    one = book(max_staleness=1)
+    one.claim("liar", set(range(50_000)))
+    assert [t.ticket_id for t in one.grant("good", 9)] == [0, 1, 2, 3]
+
+
+def test_tickets_are_shared_among_those_who_are_there():
+    for samplers, expected in ((1, [16]), (4, [4, 4, 4, 4]), (64, [1] * 16 + [0] * 48)):
+        one = book(num_prompts=1000, groups_per_step=8, max_staleness=1)
+        names = {f"s{i}" for i in range(samplers)}
+        assert [len(one.grant(f"s{i}", 1000, asking=names)) for i in range(samplers)] == expected
+    one = book(num_prompts=1000, groups_per_step=8, max_staleness=1)
+    assert len(one.grant("first", 4, asking={"first"})) == 4
+    # others hold what they hold; who comes later gets the same share of the whole, as far as there is something left
+    assert [len(one.grant(name, 100, asking={"b", "c"})) for name in "bc"] == [6, 6]
+
+
+def test_strictly_on_policy_those_who_wait_share_a_step():
+    one = book(groups_per_step=8, max_staleness=0, num_prompts=100)
+    assert [len(one.grant(name, 100, asking=set("abcd"))) for name in "abcd"] == [2, 2, 2, 2]
+    alone = book(groups_per_step=8, max_staleness=0, num_prompts=100)
+    assert len(alone.grant("a", 3, asking={"a"})) == 3 and len(alone.grant("a", 100, asking={"a"})) == 5
+
+
+def test_a_late_ticket_goes_to_another_twice_and_is_then_dropped():
+    one = book(patience=100)
+    one.grant("a", 1, now=0)
+    assert one.deadline() == 50 and one.overdue("b", now=50) == [] and one.overdue("b", now=51) == [0]
+    assert one.overdue("a", now=10**6) == []  # not from itself: there may be nobody else
+    for holder, asks in (("a", "b"), ("b", "c")):
+        assert one.held == {0: holder}
+        one.fail(0, "late")
+        assert [t.ticket_id for t in one.grant(asks, 1, now=100)] == [0]
+    one.fail(0, "late")
+    assert one.dropped == {"late": 1} and one.fresh_drops == [(0, "late")] and one.held == {}
+    assert one.arrive(0, 0) == "duplicate"  # it came too late for the run, and no error
+
+
+def test_a_handed_over_ticket_counts_once_whoever_is_first():
+    one = book()
+    one.grant("hung", 1, now=0)
+    one.fail(0, "late")
+    one.grant("quick", 1, now=200)
+    assert one.arrive(0, 0, now=201) == "accepted" and one.arrive(0, 0, now=202) == "duplicate"
+
+
+def test_the_deadline_follows_the_pace():
+    one = book(num_prompts=1000, groups_per_step=40, patience=300)
+    assert one.deadline() == 150  # nothing is known yet
+    for seconds, expected in ((2, 30), (20, 60), (60, 150), (200, 300)):
+        (ticket,) = one.grant("a", 1, now=0)
+        one.arrive(ticket.ticket_id, 0, now=seconds)
+        assert one.deadline() == expected, seconds
+
+
+def test_a_sampler_that_vanishes_counts_half_and_one_that_leaves_not_at_all():
+    one = book()
+    for _ in range(20):
+        one.grant("a", 1)
+        one.release("a")
+    for _ in range(4):
+        one.grant("a", 1)
+        one.release("a", reason="silent", weight=0.5)
+    assert one.returned == [0] and not one.dropped
+    one.grant("a", 1)
+    one.release("a", reason="silent", weight=0.5)
+    assert one.returned == [] and one.dropped == {"silent": 1}
+
+
+def test_a_refused_claim_is_granted_again():
+    one = book()
+    one.restore(0, version=0, planned=[], arrived={1: 0}, finished=set())
+    one.claim("a", {0})
+    assert one.belongs_to(0, "a") and not one.belongs_to(0, "b")
+    one.fail(0, "malformed")
+    assert [t.ticket_id for t in one.grant("a", 1)] == [0]
 
 
 def test_strictly_on_policy_a_lost_ticket_comes_back_with_those_it_was_granted_with():
