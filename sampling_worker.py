@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -63,8 +64,8 @@ MAX_TOKENS = 1 << 14  # completion tokens that are scored at a time
 EVALUATION = ("limit", "samples", "temperature", "dtype", "evaluate_output")  # flags without meaning in a run
 TOLD: set[str] = set()  # kinds of trouble that a line was printed about
 # flags that whoever uses the adapter needs to know: the learner puts them into model cards
-SETTINGS = ("dataset", "split", "question_column", "answer_column", "system_prompt", "max_new_tokens", "max_prompt_length",
-            "engine", "old_logprobs")  # fmt: skip
+SETTINGS = ("dataset", "split", "question_column", "answer_column", "system_prompt", "max_new_tokens",
+            "max_prompt_length", "engine", "old_logprobs")  # fmt: skip
 MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
@@ -106,7 +107,7 @@ class Sampler:
             "lora_path": str(self.store.path),
             "settings": {name: getattr(args, name) for name in SETTINGS},
         }
-        host = socket.gethostname().encode("ascii", "ignore").decode()
+        host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:64]
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
             f"tcp://{args.host}:{args.port}",

@@ -23,6 +23,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_TICKETS = 1 << 14  # in one list: more than any number of groups that are out at a time
 MAX_SETTINGS = 64
 LONGEST_TEXT = 4096  # characters, of a path or a sentence
+LONGEST_SETTING = 1 << 16  # a system prompt may be long
 LARGEST = 1 << 53  # what a float holds exactly, so that arithmetic on it cannot overflow
 
 
@@ -95,7 +96,7 @@ def settings(value) -> dict:
 def setting(value):
     """A flag's value: a text, a finite number, true, false or null."""
     if type(value) is str:
-        return text()(value)
+        return text(LONGEST_SETTING)(value)
     if type(value) in (int, float):
         number(value)
     elif value is not None and type(value) is not bool:
