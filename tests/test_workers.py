@@ -217,7 +217,7 @@ def test_a_sampler_on_another_folder_is_refused_and_the_run_goes_on(tmp_path, ma
     assert stray.wait(LIMIT) != 0 and odd.wait(LIMIT) != 0
     run_id = AdapterStore(run.path).read_run()["run_id"]
     assert f"holds no run.json, the learner publishes run {run_id}" in stray.output()
-    assert "--batch_size 6 is no multiple of the learner's --group_size 4" in odd.output()
+    assert "--batch_size 6 is not a multiple of the learner's --group_size 4" in odd.output()
     actor = run.start_sampler(workers)
     assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
 
@@ -258,7 +258,7 @@ def test_a_stopped_sampler_gives_its_tickets_back(tmp_path, material, workers):
     trainer.wait_for("step 1", LIMIT)
     actor.signal(signal.SIGTERM)
     assert actor.wait(20) == 0
-    trainer.wait_for("it said goodbye", 20)
+    trainer.wait_for("left (stopped by SIGTERM)", 20)
     step = read_metrics(run.path / "metrics.jsonl")[-1]["step"]
     run.start_sampler(workers, name="next")
     trainer.wait_for(f"step {step + 2}", LIMIT)
@@ -496,3 +496,23 @@ def test_ranks_outwait_a_sampler_that_is_later_than_the_limit_of_a_collective(tm
     actor = run.start_sampler(workers)
     assert trainer.wait(LIMIT) == 0, trainer.output()[-3000:]
     assert actor.wait(LIMIT) == 0
+
+
+@pytest.mark.slow
+def test_a_side_that_was_stopped_for_longer_than_its_own_timeout_resumes(tmp_path, material, workers):
+    runs = {}
+    for name in ("trainer", "sampler"):
+        run = Run(tmp_path, material, name, steps=0, staleness=1)
+        limits = {"trainer": [], "sampler": []} | {name: ["--timeout", 7]}  # of the side that sleeps
+        trainer = run.start_learner(workers, *limits["trainer"])
+        actor = run.start_sampler(workers, *limits["sampler"])
+        runs[name] = run, {"trainer": trainer, "sampler": actor}
+    for name, (_, sides) in runs.items():
+        sides["trainer"].wait_for("step 2", LIMIT)
+        sides[name].signal(signal.SIGSTOP)
+    time.sleep(12)
+    for name, (run, sides) in runs.items():
+        before = read_metrics(run.path / "metrics.jsonl")[-1]["step"]
+        sides[name].signal(signal.SIGCONT)
+        sides["trainer"].wait_for(f"step {before + 5} ", LIMIT)
+        assert sides["sampler"].process.poll() is None
