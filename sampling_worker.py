@@ -52,7 +52,9 @@ from grpo.models import (
 from grpo.outbox import Outbox
 from grpo.policy import Policy
 from grpo.rollout import PROTOCOL_VERSION, Group, pack
+from grpo.sampler_terminal import SamplerTerminal
 from grpo.scoring import RewardError, RewardPool
+from grpo.streams import make_streams_safe
 from grpo.tickets import Ticket, derive_seed
 from grpo.vllm_engine import VllmPolicy
 from utils import check_answer, check_answer_lenient, check_format, reward_function
@@ -65,6 +67,7 @@ MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them:
 
 def main() -> None:
     """Serve tickets until the learner ends the run."""
+    make_streams_safe()
     args = parse_args()
     quiet_libraries()
     if args.evaluate:
@@ -110,6 +113,7 @@ class Sampler:
             args.keys,
         )
         self.reward_pool = RewardPool(reward_function, args.reward_workers, args.reward_timeout)
+        self.terminal = SamplerTerminal(args.reward_workers)
         self.outbox = Outbox(self.reward_and_send)
         stop_on_signals(self.channel)
 
@@ -158,13 +162,20 @@ class Sampler:
         """
         room = self.args.prompts_at_a_time or self.places // self.welcome["group_size"]
         waiting = time.monotonic()
-        for tickets in self.channel.tickets(room, check=self.outbox.check):
+        self.terminal.doing("waiting for tickets")
+        for tickets in self.channel.tickets(room, check=self.check):
             self.waiting_seconds = (time.monotonic() - waiting) / len(tickets)
             if tickets[0].held_out:
                 self.evaluate(tickets)
             else:
                 yield tickets
+            self.terminal.doing("waiting for tickets")
             waiting = time.monotonic()
+
+    def check(self) -> None:
+        """While there are no tickets: raise what went wrong in the outbox, tell of what is still in it."""
+        self.outbox.check()
+        self.terminal.waiting()
 
     def evaluate(self, tickets: list[Ticket]) -> None:
         """Answer held-out questions greedily with the version that their tickets pin."""
@@ -207,6 +218,7 @@ class Sampler:
         """G completions for each prompt."""
         if not prompts:
             return []
+        self.terminal.doing(f"generating {len(prompts)} groups")
         started = time.monotonic()
         seeds = [ticket.seed for ticket in prompts]
         group_size = self.welcome["group_size"]
@@ -226,6 +238,7 @@ class Sampler:
             scored, self.groups_at_a_time = halving(
                 lambda size, left=pairs: self.score_together(left[:size]), self.groups_at_a_time, 1, "groups at a time"
             )
+            self.terminal.made(len(scored))
             yield from scored
             pairs = pairs[len(scored) :]
 
@@ -278,7 +291,7 @@ class Sampler:
         ids = group.completions()
         prefix = response_prefix(self.tokenizer.decode(group.prompt_ids))
         texts = [prefix + self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-        answer = self.examples[group.prompt_index].answer
+        answer = group.answer = self.examples[group.prompt_index].answer
         scores = self.reward_pool.score_all(texts, answer, group.prompt_index)
         group.rewards = torch.tensor([one.reward for one in scores])
         for name in sorted({name for one in scores for name in one.components}):
@@ -287,6 +300,7 @@ class Sampler:
             setattr(group, name, tensor)
         group.stats["reward_seconds"] = time.monotonic() - started
         self.channel.send(group.ticket_id, pack(group))
+        self.terminal.sent(group)
 
     def step_tensors(self, scores, ids: list[torch.Tensor], prefix: int) -> dict[str, torch.Tensor]:
         """The scores' (end_character, reward) steps by token: the fields step_rows, step_ends and step_rewards."""
@@ -309,6 +323,7 @@ class Sampler:
         """Say goodbye once everything is sent and acknowledged; after an error, at once."""
         if error is None:
             self.outbox.close(self.args.reward_timeout)
+        self.terminal.close()
         self.reward_pool.close()
         unacknowledged = self.channel.finish(limit=2.0 if error else 10.0)
         if error is None:

@@ -292,6 +292,11 @@ class Collector:
         return self._shared.get("dataset_name", "")
 
     @property
+    def sampler_settings(self) -> dict:
+        """The first sampler's flags, as far as they are known."""
+        return {}
+
+    @property
     def max_new_tokens(self) -> int:
         """The samplers' limit on completion length."""
         return self._shared["max_new_tokens"]

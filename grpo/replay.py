@@ -27,6 +27,7 @@ class Replay:
     dropped: dict[str, int] = {}
     pinned: frozenset[int] = frozenset()
     evaluations: tuple[dict, ...] = ()
+    sampler_settings: dict = {}
 
     def __init__(self, folder: Path, run: dict, needs_reference: bool, steps_done: int):
         self._folder, self._steps_done, self._needs_reference = folder, steps_done, needs_reference

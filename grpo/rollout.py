@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 16
 MAX_GROUP_BYTES = 64 << 20
+MAX_ANSWER = 2_000  # characters of a gold answer
 
 
 class MalformedGroup(ValueError):
@@ -48,6 +49,7 @@ class Group:
     step_ends: torch.Tensor | None = None  # (K,) int32, index of the step's last token in its completion
     step_rewards: torch.Tensor | None = None  # (K,) float32
     stats: dict[str, float] = field(default_factory=dict)  # the sampler's own measurements, seconds and tokens
+    answer: str = ""  # the gold answer, cut to MAX_ANSWER characters: for people who read completions
 
     @property
     def size(self) -> int:
@@ -91,7 +93,7 @@ def pack(group: Group) -> bytes:
     tensors |= {_COMPONENT + name: value for name, value in group.components.items()}
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items() if value is not None}
     metadata = {name: getattr(group, name) for name in _METADATA}
-    metadata |= {"protocol": PROTOCOL_VERSION, "stats": group.stats}
+    metadata |= {"protocol": PROTOCOL_VERSION, "stats": group.stats, "answer": group.answer[:MAX_ANSWER]}
     return save(tensors, metadata={"group": json.dumps(metadata)})
 
 
@@ -136,12 +138,15 @@ def _read_metadata(header: dict) -> dict:
         raise MalformedGroup(f"the metadata holds no Group: {error!r}") from error
     if protocol != PROTOCOL_VERSION:
         raise MalformedGroup(f"protocol version {protocol!r}, this program speaks {PROTOCOL_VERSION}")
+    answer = metadata.pop("answer", "")
+    if not isinstance(answer, str) or len(answer) > MAX_ANSWER:
+        raise MalformedGroup(f"answer is {answer!r:.60}, not a text of at most {MAX_ANSWER} characters")
     if metadata.keys() != _METADATA.keys():
         raise MalformedGroup(f"metadata fields {sorted(metadata)}, expected {sorted(_METADATA)}")
     for name, kind in _METADATA.items():
         if type(metadata[name]) is not kind:
             raise MalformedGroup(f"{name} is {metadata[name]!r}, not {kind.__name__}")
-    return metadata | {"stats": stats}
+    return metadata | {"stats": stats, "answer": answer}
 
 
 def _check_shapes(header: dict) -> None:

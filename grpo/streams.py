@@ -1,0 +1,68 @@
+"""Standard output and error that nobody has to read: what they cannot take is left out, and the program goes on.
+
+Without this a character that the terminal's encoding lacks, a closed pipe (`| head`), a full disk under a log file or
+a reader that has stopped (Ctrl-S, a pager) would end or stall the program that prints.
+"""
+
+import os
+import select
+import sys
+
+PIECE = 400  # characters, 4,000 bytes with every one escaped: a pipe that is writable takes 4,096 without blocking
+STALL_SECONDS = 5.0  # that one line may wait for a reader; the following ones wait no more until there is one
+
+
+def make_streams_safe() -> None:
+    """Replace sys.stdout and sys.stderr, once a process; processes that it starts escape what they cannot encode."""
+    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the descriptor is closed: without this the next file that is opened would get its number
+            stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))
+
+
+class SafeStream:
+    """A text stream whose write and flush never raise and never wait for long; all else is the stream's own."""
+
+    def __init__(self, stream):
+        self._stream, self._stalled = stream, False
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        try:
+            for start in range(0, len(text), PIECE):
+                if not self._ready():
+                    break
+                self._stream.write(text[start : start + PIECE])
+                self._stream.flush()
+        except (OSError, ValueError):  # closed, full, or nobody at the other end
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        """Everything is written already."""
+
+    def isatty(self) -> bool:
+        """Whether a terminal is at the other end."""
+        try:
+            return self._stream.isatty()
+        except ValueError:  # it is closed
+            return False
+
+    def _ready(self) -> bool:
+        """Whether the stream takes a piece now, or within STALL_SECONDS if the last one was taken."""
+        try:
+            poll = select.poll()
+            poll.register(self._stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # no file, such as a test's buffer
+            return True
+        self._stalled = not poll.poll(0 if self._stalled else STALL_SECONDS * 1000)
+        return not self._stalled
