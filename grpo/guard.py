@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-DISK = "make room on that disk"
+AGAIN = "a restart with the same command tries it again"
+MEND = "make room there, or mend what the message names"
 END_SECONDS = 60.0  # that a reporter's end may take
 ANSWER_SECONDS = 60.0  # that a reporter in a thread of its own may take for its start or for a step
 BACKLOG = 10_000  # calls that may wait for such a reporter
@@ -24,7 +25,7 @@ class Guard:
     it is switched off. Only KeyboardInterrupt passes through.
     """
 
-    def __init__(self, name: str, start: Callable[[], object], remedy: str = "", release: Callable | None = None):
+    def __init__(self, name: str, start: Callable[[], object], remedy: str = AGAIN, release: Callable | None = None):
         self.name, self._start, self._remedy = name, start, remedy
         self._release = release  # called with a reporter that is given up, to take back what it has changed
         self._reporter = None
@@ -48,7 +49,7 @@ class Guard:
         except OSError as error:
             if not self._fails:
                 self._fails = True
-                self._say(f"{self.name} fails ({_brief(error)}) and is tried again at each step")
+                self._say(f"{self.name} fails ({_brief(error)}) and is tried again at each step: {MEND}")
         except BaseException as error:  # foreign code runs here: it may raise anything, and even call sys.exit
             self.give_up(_brief(error))
         return default
@@ -68,11 +69,11 @@ class Guard:
         self.given_up = True
         if self._release and self._reporter is not None:
             Guard(self.name, lambda: self._reporter, self._remedy)(self._release)
-        self._say(f"{self.name} is given up ({why}), the run goes on without it")
+        self._say(f"{self.name} is given up ({why}), the run goes on without it: {self._remedy}")
 
     def _say(self, sentence: str) -> None:
         try:
-            print(sentence + (f": {self._remedy}" if self._remedy else ""), flush=True)
+            print(sentence, flush=True)
         except (OSError, ValueError):  # nobody is there to read it
             pass
 

@@ -202,7 +202,8 @@ class Learner:
     def _end_logbook(self, reason: str) -> None:
         self.logbook.sampler_settings = self.source.sampler_settings
         self.logbook.close(reason, self.source.evaluations, failed=self._failure is not None)
-        where = f"adapter in {self.store.path / 'latest'}, report in {self.store.path / 'report.html'}"
+        report = self.store.path / "report.html"
+        where = f"adapter in {self.store.path / 'latest'}" + (f", report in {report}" if report.is_file() else "")
         print(f"run ended after {self.steps_done} steps ({reason}); {where}", flush=True)
 
     def _finish_evaluations(self) -> None:

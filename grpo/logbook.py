@@ -11,7 +11,7 @@ from grpo.advice import Advisor
 from grpo.charts import defined
 from grpo.completions import CompletionLog
 from grpo.curves import Curves
-from grpo.guard import DISK, END_SECONDS, Guard, leave_in_time
+from grpo.guard import AGAIN, END_SECONDS, Guard, leave_in_time
 from grpo.metrics import MetricsLog
 from grpo.model_card import Cards
 from grpo.report import Report, picture
@@ -35,14 +35,14 @@ class Logbook:
         if self._trackers:
             leave_in_time(lambda: self._exit_code)
 
-        def guard(name: str, start, remedy: str = DISK, release=None) -> Guard:
+        def guard(name: str, start, remedy: str = AGAIN, release=None) -> Guard:
             return Guard(name, start, remedy, release).start()
 
         self._metrics = guard("metrics.jsonl", lambda: MetricsLog(folder / "metrics.jsonl", steps_done))
-        self._advisor = guard("advice on the run", lambda: Advisor(args.num_iterations, args.max_staleness), "")
+        self._advisor = guard("advice on the run", lambda: Advisor(args.num_iterations, args.max_staleness))
         self._report = guard("report.html", lambda: Report(folder, settings, tokenizer, steps_done))
-        self._picture = Guard("curves.png", lambda: folder / "curves.png", DISK)
-        self._cards = guard("held-out results in the model cards", lambda: Cards(folder))
+        self._picture = Guard("curves.png", lambda: folder / "curves.png")
+        self._cards = guard("the renewal of model cards", lambda: Cards(folder))
         self._completions = None
         if args.log_completions:
             every, path = args.log_completions, folder / "completions.jsonl"
