@@ -68,7 +68,12 @@ class Guard:
             return
         self.given_up = True
         if self._release and self._reporter is not None:
-            Guard(self.name, lambda: self._reporter, self._remedy)(self._release)
+            try:
+                self._release(self._reporter)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # foreign code again; that it is given up is said below
+                pass
         self._say(f"{self.name} is given up ({why}), the run goes on without it: {self._remedy}")
 
     def _say(self, sentence: str) -> None:

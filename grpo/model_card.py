@@ -50,12 +50,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 {settings}
 {fence}
 
-The samplers:
-
-{fence}json
 {sampler}
-{fence}
-
 {packages}.
 """
 
@@ -79,6 +74,7 @@ def model_card(
     packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     ask = how_to_ask(tokenizer, sampler.get("system_prompt"))
     texts = [to_json(values, indent=2, default=str) for values in (settings, sampler)]
+    fence = _fence(ask, *texts)
     card = CARD.format(
         base=base,
         link=base if re.fullmatch(r"[\w./-]+", base) else to_json(base),
@@ -92,9 +88,9 @@ def model_card(
         evaluation=_evaluation(version, evaluations),
         made=MADE,
         settings=texts[0],
-        sampler=texts[1] if sampler else '"not known when this version was published"',
+        sampler=f"The samplers:\n\n{fence}json\n{texts[1]}\n{fence}\n" if sampler else "",
         packages=packages,
-        fence=_fence(ask, *texts),
+        fence=fence,
     )
     return card.encode(errors="backslashreplace").decode()
 

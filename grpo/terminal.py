@@ -50,7 +50,7 @@ LAST = [
     Column("equal", "frac_reward_zero_std", ".0%", 4, rank=4),
     Column("kl", "kl", rank=2),
     Column("grad", "grad_norm", rank=6),
-    Column("s/step", "step_time", rank=1),
+    Column("s/step", "step_time", ".2f", rank=1),
     Column("left", "left", least=7, rank=7),
     Column("tokens/s", "tokens_per_second", ",.0f", rank=8),
 ]
@@ -146,8 +146,9 @@ def fitting(metrics: dict[str, float], start: int, width: int) -> list[Column]:
 
 def short(value: float, width: int) -> str:
     """A number in as many digits as fit."""
+    small = 0 < abs(value) < 1e-3
     for digits in (4, 3, 2, 1):
-        text = f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
+        text = (f"{value:.{digits - 1}e}" if small else f"{value:.{digits}g}").replace("e-0", "e-").replace("e+0", "e")
         if len(text) <= width:
             break
     return text
