@@ -10,15 +10,14 @@ READ = 10  # records of a long file that are read for each point
 
 
 class Bucket:
-    """Sums of each metric over the steps `first` to `last`."""
+    """Sums of each metric over the steps of one stretch, the one with this number."""
 
-    def __init__(self, index: int, step: int):
-        self.index, self.first, self.last = index, step, step
+    def __init__(self, index: int):
+        self.index = index
         self._sums: dict[str, list[float]] = {}  # name -> sum, count of the steps in which it is a number
 
     def add(self, record: dict, names: Iterable[str]) -> None:
         """One more step."""
-        self.last = record["step"]
         for name in names:
             value = record.get(name)
             sums = self._sums.setdefault(name, [0.0, 0])
@@ -28,7 +27,6 @@ class Bucket:
 
     def join(self, later: "Bucket") -> None:
         """Take in the steps that follow."""
-        self.last = later.last
         for name, (total, count) in later._sums.items():
             sums = self._sums.setdefault(name, [0.0, 0])
             sums[0] += total
@@ -64,7 +62,7 @@ class Curves:
             self._halve()
         index = (step - 1) // self._each
         if not self.buckets or self.buckets[-1].index != index:
-            self.buckets.append(Bucket(index, step))
+            self.buckets.append(Bucket(index))
         self.buckets[-1].add(record, self._names or record)
         self._newest = record
 
@@ -73,6 +71,12 @@ class Curves:
         if self._newest is None:
             return []
         return [*(bucket.means() for bucket in self.buckets[:-1]), self._newest]
+
+    def stretches(self) -> list[tuple[int, int, dict]]:
+        """First step, last step and means of each stretch; they are those of the records that were seen."""
+        ends = [(bucket.index * self._each + 1, (bucket.index + 1) * self._each) for bucket in self.buckets]
+        newest = self._newest["step"] if self._newest else 0
+        return [(a, min(b, newest), bucket.means()) for (a, b), bucket in zip(ends, self.buckets, strict=True)]
 
     def _halve(self) -> None:
         self._each *= 2

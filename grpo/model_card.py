@@ -1,5 +1,6 @@
 """The README.md beside each published adapter: what it is, how it was made, how to use it."""
 
+import functools
 import importlib.metadata
 import os
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo.adapters import AdapterStore
-from grpo.curves import Bucket, Curves
+from grpo.curves import Curves
 from grpo.files import write_file
 from grpo.json_lines import to_json
 from grpo.rollout import Group
@@ -134,8 +135,8 @@ def curve_rows(
     """First step, last step, mean reward and mean length of each stretch of the run; `groups` are those of the newest
     step, which the curves may lack yet.
     """
-    buckets = curves.buckets if curves else []
-    rows = [_row(bucket) for bucket in buckets]
+    stretches = curves.stretches() if curves else []
+    rows = [(first, last, means[REWARD], means[LENGTH]) for first, last, means in stretches]
     if groups and (not rows or rows[-1][1] < step):
         reward = torch.stack([group.rewards for group in groups]).nanmean()
         length = torch.cat([group.lengths for group in groups]).float().mean()
@@ -143,11 +144,7 @@ def curve_rows(
     return rows
 
 
-def _row(bucket: Bucket) -> tuple[int, int, float | None, float | None]:
-    means = bucket.means()
-    return bucket.first, bucket.last, means[REWARD], means[LENGTH]
-
-
+@functools.cache
 def package_versions() -> dict[str, str]:
     """What is installed of the packages that decide what a run computes."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}

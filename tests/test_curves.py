@@ -48,12 +48,12 @@ def test_a_long_run_is_taken_up_by_few_of_its_records(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "read_record", lambda line: read.append(1) or real(line))
     log = MetricsLog(path, steps)
     assert len(read) <= READ * MetricsLog.POINTS + 2  # one of them the record that stays last
-    rows = [(bucket.first, bucket.last, bucket.means()["reward"]) for bucket in log.curve.buckets]
-    assert 5 <= len(rows) <= 10 and rows[0][0] == 1 and rows[-1][1] == steps
-    for first, last, reward in rows:
-        assert reward == pytest.approx((first + last) / 2000, abs=0.5)  # of 50, so within 1 % of the range
+    rows = log.curve.stretches()
+    assert [(first, last) for first, last, _ in rows] == [(8192 * i + 1, min(8192 * (i + 1), steps)) for i in range(7)]
+    for first, last, means in rows:
+        assert means["reward"] == pytest.approx((first + last) / 2000, abs=0.5)  # of 50, so within 1 % of the range
     log.log(steps + 1, {"reward": 7.0})
-    assert log.curve.records()[-1]["reward"] == 7.0 and log.curve.buckets[-1].last == steps + 1
+    assert log.curve.records()[-1]["reward"] == 7.0 and log.curve.stretches()[-1][1] == steps + 1
 
 
 def test_a_short_run_is_taken_up_by_all_of_its_records(tmp_path):
@@ -72,12 +72,12 @@ def test_a_step_costs_the_same_after_many(tmp_path):
         if step % 9_999 == 0:
             assert len(curves.buckets) <= 10
     assert all(bucket.means()["reward"] == 1.0 for bucket in curves.buckets)
-    assert [bucket.first for bucket in curves.buckets][:3] == [1, 16385, 32769]  # 10 x 2^14 hold them
+    assert [first for first, _, _ in curves.stretches()][:3] == [1, 16385, 32769]  # 10 x 2^14 hold them
 
 
 def test_a_gap_in_the_records_is_a_gap(tmp_path):
     curves = Curves(10)
     for step in (1, 2, 500, 501):
         curves.add({"step": step, "x": float(step)})
-    assert [(bucket.first, bucket.last) for bucket in curves.buckets] == [(1, 2), (500, 501)]
+    assert [(first, last) for first, last, _ in curves.stretches()] == [(1, 64), (449, 501)]
     assert [record["x"] for record in curves.records()] == [1.5, 501.0]
