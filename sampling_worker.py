@@ -182,6 +182,7 @@ class Sampler:
         version = tickets[0].version
         self.policy.load_version(self.store, self.welcome["run_id"], version, self.args.adapter_timeout)
         by_index = {ticket.prompt_index: ticket.ticket_id for ticket in tickets}
+        self.terminal.doing(f"answering {len(tickets)} held-out questions")
         questions = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
         for index in by_index.keys() - {question.index for question in questions}:
             self.channel.drop(by_index[index], TOO_LONG)
@@ -233,6 +234,7 @@ class Sampler:
 
     def score(self, prompts: dict[Ticket, list[int]], completions: list[list[Completion]]) -> Iterator[Group]:
         """Groups that lack their rewards: old and reference log-probs come from the learner's forward function."""
+        self.terminal.doing("scoring log-probs")
         pairs = list(zip(prompts.items(), completions, strict=True))
         while pairs:
             scored, self.groups_at_a_time = halving(

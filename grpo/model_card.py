@@ -17,6 +17,7 @@ from grpo.rollout import Group
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed")
 ROWS = 10  # of the evaluations
+LEFT = 20  # evaluations that can end between two calls
 REWARD, LENGTH = "reward", "completions/mean_length"
 HELD_OUT, MADE = "\n## Held-out questions\n", "\n## How it was made\n"
 CARD = """---
@@ -161,7 +162,8 @@ class Cards:
         self._store, self._done = AdapterStore(folder), 0  # evaluations that are in the cards
 
     def renew(self, evaluations: list[dict]) -> None:
-        """Go through the evaluations that are new since the last call."""
+        """Go through the evaluations that are new since the last call; at first, those that a crash may have left."""
+        self._done = max(self._done, len(evaluations) - LEFT)
         for one in evaluations[self._done :]:
             card = self._store.folder(one["version"]) / "README.md"
             if card.is_file():  # else the version is removed
@@ -200,7 +202,7 @@ def _evaluation(version: int, evaluations: list[dict]) -> str:
         return ""
     lines = [HELD_OUT]
     own = [one for one in known if one["version"] == version]
-    lines += [f"This version answers {one['accuracy']:.3f} of {one['questions']} right.\n" for one in own]
+    lines += [f"This version answers {one['accuracy']:.1%} of {one['questions']} questions right.\n" for one in own]
     lines += ["| version | questions | strict accuracy | lenient |", "| --- | --- | --- | --- |"]
     for one in known[-ROWS:]:
         strict, lenient = (_number(one.get(name), 3) for name in ("accuracy", "accuracy_lenient"))

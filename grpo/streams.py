@@ -7,6 +7,7 @@ a reader that has stopped (Ctrl-S, a pager) would end or stall the program that 
 import os
 import select
 import sys
+import threading
 
 PIECE = 400  # characters, 4,000 bytes with every one escaped: a pipe that is writable takes 4,096 without blocking
 STALL_SECONDS = 5.0  # that one line may wait for a reader; the following ones wait no more until there is one
@@ -29,6 +30,7 @@ class SafeStream:
 
     def __init__(self, stream):
         self._stream, self._stalled = stream, False
+        self._lock = threading.RLock()  # lines of several threads stay whole; a signal handler may print too
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -37,14 +39,15 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        try:
-            for start in range(0, len(text), PIECE):
-                if not self._ready():
-                    break
-                self._stream.write(text[start : start + PIECE])
-                self._stream.flush()
-        except (OSError, ValueError):  # closed, full, or nobody at the other end
-            pass
+        with self._lock:
+            try:
+                for start in range(0, len(text), PIECE):
+                    if not self._ready():
+                        break
+                    self._stream.write(text[start : start + PIECE])
+                    self._stream.flush()
+            except (OSError, ValueError):  # closed, full, or nobody at the other end
+                pass
         return len(text)
 
     def flush(self) -> None:

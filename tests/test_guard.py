@@ -337,6 +337,16 @@ def test_an_output_that_nobody_reads_stalls_nothing_and_is_used_again_when_someb
     assert printed.startswith(b"0 xxx") and printed.endswith(b"the last line\n") and b"2999 x" not in printed
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_foreign_code_that_hangs_at_the_exit_is_ended_in_time(code):
+    text = (
+        "import atexit, threading; from grpo import guard; guard.LEAVE_SECONDS = 0.2; "
+        f"guard.leave_in_time(lambda: {code}); atexit.register(threading.Event().wait)"
+    )
+    root = Path(__file__).resolve().parents[1]
+    assert subprocess.run([sys.executable, "-c", text], cwd=root, timeout=60).returncode == code
+
+
 def strict(text: str):
     """JSON as other programs read it: no NaN, no Infinity."""
 

@@ -1,5 +1,6 @@
 """The README.md of an adapter: what one needs to use it, and what it can do."""
 
+import copy
 import json
 import re
 
@@ -66,7 +67,7 @@ def test_the_code_in_the_card_generates_from_the_prompt_that_was_trained_on(tmp_
     if template == "no template":
         tokenizer.chat_template = None
         (base / "chat_template.jinja").unlink()
-    add_lora(AutoModelForCausalLM.from_pretrained(base), CONFIG).save_pretrained(tmp_path / "adapter")
+    add_lora(AutoModelForCausalLM.from_pretrained(base), copy.copy(CONFIG)).save_pretrained(tmp_path / "adapter")
     text = card(sampler={"system_prompt": system_prompt, "max_new_tokens": 5}, tokenizer=tokenizer, base=str(base))
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
@@ -86,7 +87,7 @@ def test_the_newest_step_is_in_the_card_before_it_is_in_the_records():
 
 
 def test_a_held_out_result_gets_into_its_card_and_nothing_else_changes(tmp_path):
-    store, model = AdapterStore(tmp_path), add_lora(tiny_model(), CONFIG)
+    store, model = AdapterStore(tmp_path), add_lora(tiny_model(), copy.copy(CONFIG))
     state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
     first = {"version": 1, **EVALUATION}
     for version in (1, 2, 3):
@@ -97,11 +98,11 @@ def test_a_held_out_result_gets_into_its_card_and_nothing_else_changes(tmp_path)
     cards = Cards(tmp_path)
     gone = {"version": 0, **EVALUATION}  # its version is removed
     cards.renew([gone, first])
-    assert "This version answers 0.750 of 8 right." in (store.folder(1) / "README.md").read_text()
+    assert "This version answers 75.0% of 8 questions right." in (store.folder(1) / "README.md").read_text()
     last = {"version": 3, **EVALUATION, "accuracy": 0.5}
     cards.renew([gone, first, {"version": 2, "questions": 0}, last])
     text = (store.folder(3) / "README.md").read_text()
-    assert "This version answers 0.500 of 8 right." in text
+    assert "This version answers 50.0% of 8 questions right." in text
     assert "| 1 | 8 | 0.750 | 0.875 |\n| 3 | 8 | 0.500 | 0.875 |" in text
     assert "This version" not in open_before.read()  # a reader in the middle of it keeps the old one
     assert text.count("## Held-out questions") == 1 and text.index("## Reward") < text.index("## Held-out")

@@ -170,7 +170,7 @@ def test_evaluation_during_a_run_is_that_of_the_command_on_the_same_version(tmp_
     assert texts[0] != texts[3]
     for one in found[-2:]:  # each card has what its own version answered, which came after it was published
         card = (AdapterStore(run.path).folder(one["version"]) / "README.md").read_text()
-        assert f"This version answers {one['accuracy']:.3f} of 7 right." in card
+        assert f"This version answers {one['accuracy']:.1%} of 7 questions right." in card
     assert "| 3 to 3 |" in card
 
     evaluation = workers(
