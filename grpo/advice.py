@@ -51,13 +51,13 @@ class Advisor:
         return [text for _, text in new]
 
     def samplers_do(self) -> str:
-        """What most of the samplers' time went to at the last step; empty where it is not known."""
+        """What most of the samplers' working time went to at the last step; empty where it is not known."""
         last = self._recent[-1] if self._recent else {}
         seconds = {name: last.get(f"sampler/{name}_seconds") or 0.0 for name in WORK}
         most = max(seconds, key=seconds.get)
         if not seconds[most]:
             return ""
-        return f"at the last step they spent {seconds[most]:.1f} of {sum(seconds.values()):.1f} s on {WORK[most]}"
+        return f"{WORK[most]} takes {seconds[most] / sum(seconds.values()):.0%} of the samplers' time"
 
     def _mean(self, name: str) -> float | None:
         values = [record[name] for record in self._recent if record.get(name) is not None]

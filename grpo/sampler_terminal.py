@@ -53,7 +53,7 @@ class _Lines:
         self._reward_workers = reward_workers
         self._lock = threading.RLock()
         self._live = LiveLine(None, 0, "{desc}")
-        self._doing = ""
+        self._doing = self._speed = ""
         self._unrewarded = 0  # groups
         self._sent: list[Group] = []  # since the last line, all of one version
         self._printed = self._noticed = time.monotonic()
@@ -74,6 +74,7 @@ class _Lines:
             if self._sent and self._sent[0].adapter_version != group.adapter_version:
                 self._line()
             self._sent.append(group)
+            self._speed = f"{tokens_per_second([group])} tokens/s  "
             self._reward_seconds = group.stats.get("reward_seconds", 0.0)
             if time.monotonic() - self._printed > LINE_SECONDS:
                 self._line()
@@ -85,7 +86,7 @@ class _Lines:
             if self._unrewarded < WORTH_SAYING or now - self._noticed < NOTICE_SECONDS:
                 return
             self._noticed = now
-            print(f"{self._unrewarded} groups wait for reward_function{self._speed()}", flush=True)
+            print(f"{self._unrewarded} groups wait for reward_function{self._slowness()}", flush=True)
 
     def close(self) -> None:
         with self._lock:
@@ -93,7 +94,7 @@ class _Lines:
             if self._sent:
                 self._line()
 
-    def _speed(self) -> str:
+    def _slowness(self) -> str:
         seconds = f", which takes {self._reward_seconds:.1f} s a group" if self._reward_seconds else ""
         return f"{seconds}: {more_workers(self._reward_workers)}"
 
@@ -102,19 +103,22 @@ class _Lines:
         self._sent, self._printed = [], time.monotonic()
 
     def _show(self) -> None:
-        waiting = f"; {self._unrewarded} groups wait for reward_function" if self._unrewarded >= WORTH_SAYING else ""
-        version = f"version {self._sent[0].adapter_version}, " if self._sent else ""
-        self._live.show(f"{version}{self._doing}{waiting}")
+        unrewarded = f"; {self._unrewarded} groups await rewards" if self._unrewarded >= WORTH_SAYING else ""
+        self._live.show(f"{self._speed}{self._doing}{unrewarded}")
 
 
 def summary(groups: list[Group]) -> str:
     """A line of at most 80 columns on groups of one version."""
     rewards = [reward for group in groups for reward in group.rewards.tolist() if reward == reward]
     lengths = [length for group in groups for length in group.lengths.tolist()]
-    seconds = sum(group.stats.get("generation_seconds", 0.0) for group in groups)
     reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
-    speed = f"{sum(lengths) / seconds:,.0f}" if seconds else "-"
     return (
         f"version {groups[0].adapter_version:<5} {len(groups):>4} groups  reward {reward:>6}  "
-        f"length {sum(lengths) / max(1, len(lengths)):>6.1f}  {speed:>7} tokens/s"
+        f"length {sum(lengths) / max(1, len(lengths)):>6.1f}  {tokens_per_second(groups):>7} tokens/s"
     )
+
+
+def tokens_per_second(groups: list[Group]) -> str:
+    """Completion tokens by the seconds of their decoding; a dash where those are not known."""
+    seconds = sum(group.stats.get("generation_seconds", 0.0) for group in groups)
+    return f"{sum(int(group.lengths.sum()) for group in groups) / seconds:,.0f}" if seconds else "-"

@@ -79,7 +79,8 @@ class LiveLine:
 
     def show(self, text: str, done: int = 0) -> None:
         """Redraw it, `done` steps further."""
-        self._bar.update(done)
+        if done:
+            self._bar.update(done)
         self._bar.set_description_str(text)
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class Terminal:
 
     def waiting(self, here: int, wanted: int, doing: str = "") -> None:
         """The live line while the groups of a step come in; `doing` says what the samplers do."""
-        self._line.show(f"{here} of {wanted} groups are here" + (f"; {doing}" if doing else ""))
+        self._line.show(f"{here} of {wanted} groups{f'; {doing}' if doing else ' are here'}")
 
     def close(self) -> None:
         """Remove the live line."""

@@ -92,6 +92,14 @@ def test_at_a_terminal_one_line_is_redrawn_below(monkeypatch, capsys, max_steps,
     assert all(len(part) <= 100 for part in re.split(r"[\r\n]", printed))
 
 
+def test_the_live_line_names_what_the_samplers_do(monkeypatch, capsys):
+    monkeypatch.setenv("GRPO_TERMINAL", "80")
+    terminal = Terminal(75, 0)
+    terminal.waiting(3, 16, "reward_function takes 96% of the samplers' time")
+    terminal.close()
+    assert "3 of 16 groups; reward_function takes 96% of the samplers' time" in capsys.readouterr().out
+
+
 def test_times_for_people():
     assert [remaining(s) for s in (0.4, 61, 3600, 200000)] == ["0:00:00", "0:01:01", "1:00:00", "2 d 7:33:20"]
 
@@ -148,5 +156,5 @@ def test_at_a_terminal_the_sampler_says_what_it_does(capsys, monkeypatch):
     terminal.doing("generating 8 groups")
     terminal.close()
     printed = capsys.readouterr().out
-    assert "version 3, generating 8 groups; 3 groups wait for reward_function" in printed
+    assert "500 tokens/s  generating 8 groups; 3 groups await rewards" in printed
     assert all(len(part) <= 90 for part in re.split(r"[\r\n]", printed))
