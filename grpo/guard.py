@@ -56,10 +56,10 @@ class Guard:
 
     def within(self, seconds: float, action: Callable, *args) -> None:
         """The same, for at most so many seconds."""
-        thread = threading.Thread(target=self, args=(action, *args), daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
+        thread = _start_thread(lambda: self(action, *args), self.name)
+        if thread is None:
+            self(action, *args)
+        elif not _ends(thread, seconds):
             self.give_up(f"it has not ended within {seconds:.0f} s")
 
     def give_up(self, why: str) -> None:
@@ -79,7 +79,7 @@ class Guard:
     def _say(self, sentence: str) -> None:
         try:
             print(sentence, flush=True)
-        except (OSError, ValueError):  # nobody is there to read it
+        except Exception:  # nobody is there to read it, or it is the live line itself that fails
             pass
 
 
@@ -90,8 +90,9 @@ class Apart:
         self._guard = guard
         self._calls: queue.Queue = queue.Queue(BACKLOG)
         self._since: float | None = time.monotonic()  # since when it has been at work, None while it is idle
-        self._thread = threading.Thread(target=self._run, name=guard.name, daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._run, guard.name)
+        if self._thread is None:
+            guard.give_up("it has no thread to work in")
 
     def __call__(self, action: Callable | None, *args) -> None:
         """Have action(reporter, *args) done, in order; None ends the thread."""
@@ -110,8 +111,7 @@ class Apart:
         self(action)
         if not self._guard.given_up:
             self(None)
-            self._thread.join(END_SECONDS)
-            if self._thread.is_alive() and not self._guard.given_up:
+            if not _ends(self._thread, END_SECONDS):
                 self._guard.give_up(f"it has not ended within {END_SECONDS:.0f} s")
 
     def _run(self) -> None:
@@ -133,7 +133,22 @@ def leave_in_time(code: Callable[[], int]) -> None:
         time.sleep(LEAVE_SECONDS)
         os._exit(code())
 
-    threading.Thread(target=watch, name="leave in time", daemon=True).start()
+    _start_thread(watch, "leave in time")
+
+
+def _start_thread(run: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that does not keep the process alive; None where the system allows no more of them."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
+def _ends(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _brief(error: BaseException) -> str:

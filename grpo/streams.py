@@ -4,6 +4,7 @@ Without this a character that the terminal's encoding lacks, a closed pipe (`| h
 a reader that has stopped (Ctrl-S, a pager) would end or stall the program that prints.
 """
 
+import logging
 import os
 import select
 import sys
@@ -14,7 +15,7 @@ STALL_SECONDS = 5.0  # that one line may wait for a reader; the following ones w
 
 
 def make_streams_safe() -> None:
-    """Replace sys.stdout and sys.stderr, once a process; processes that it starts escape what they cannot encode."""
+    """Replace sys.stdout and sys.stderr, also in logging; processes that it starts escape what they cannot encode."""
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
     for name in ("stdout", "stderr"):
@@ -23,19 +24,24 @@ def make_streams_safe() -> None:
             stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if not isinstance(stream, SafeStream):
             setattr(sys, name, SafeStream(stream))
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            for stream in (sys.stdout, sys.stderr):
+                if getattr(handler, "stream", None) is stream.unsafe:
+                    handler.setStream(stream)  # of libraries that were imported before
 
 
 class SafeStream:
     """A text stream whose write and flush never raise and never wait for long; all else is the stream's own."""
 
     def __init__(self, stream):
-        self._stream, self._stalled = stream, False
+        self.unsafe, self._stalled = stream, False
         self._lock = threading.RLock()  # lines of several threads stay whole; a signal handler may print too
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str):
-        return getattr(self._stream, name)
+        return getattr(self.unsafe, name)
 
     def write(self, text: str) -> int:
         """Write what can be written."""
@@ -44,8 +50,8 @@ class SafeStream:
                 for start in range(0, len(text), PIECE):
                     if not self._ready():
                         break
-                    self._stream.write(text[start : start + PIECE])
-                    self._stream.flush()
+                    self.unsafe.write(text[start : start + PIECE])
+                    self.unsafe.flush()
             except (OSError, ValueError):  # closed, full, or nobody at the other end
                 pass
         return len(text)
@@ -56,7 +62,7 @@ class SafeStream:
     def isatty(self) -> bool:
         """Whether a terminal is at the other end."""
         try:
-            return self._stream.isatty()
+            return self.unsafe.isatty()
         except ValueError:  # it is closed
             return False
 
@@ -64,7 +70,7 @@ class SafeStream:
         """Whether the stream takes a piece now, or within STALL_SECONDS if the last one was taken."""
         try:
             poll = select.poll()
-            poll.register(self._stream.fileno(), select.POLLOUT)
+            poll.register(self.unsafe.fileno(), select.POLLOUT)
         except (OSError, ValueError):  # no file, such as a test's buffer
             return True
         self._stalled = not poll.poll(0 if self._stalled else STALL_SECONDS * 1000)

@@ -5,6 +5,7 @@ network, or for ever, holds nothing up (grpo/guard.py). In TensorBoard the steps
 replace those that were logged before; the others keep what they have.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -101,7 +102,8 @@ def installed(name: str) -> bool:
 
 def _close_input() -> None:
     """wandb asks for a key at a terminal; run.sh starts the learner in the background, where asking stops it."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    sys.stdin = open(0, closefd=False)
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        sys.stdin = open(0, closefd=False)

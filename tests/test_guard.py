@@ -186,6 +186,13 @@ def test_a_tokenizer_that_fails_ends_nothing(tmp_path, capsys, wandb, no_picture
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
+def test_a_system_without_threads_costs_the_trackers_alone(tmp_path, monkeypatch, capsys, wandb, no_picture):
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+    drive(tmp_path / "run")
+    assert capsys.readouterr().out.count("is given up (it has no thread to work in)") == 2
+    assert "Ended after 3 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_ctrl_c_passes_through_a_guard():
     with pytest.raises(KeyboardInterrupt):
         Guard("x", object)(raising(KeyboardInterrupt()))
@@ -297,7 +304,7 @@ def test_characters_that_the_output_lacks_are_escaped_in_a_process_and_its_own(t
 
 @pytest.mark.parametrize("way", ["closed pipe", "closed descriptor", "full disk", "closed in Python"])
 def test_an_output_that_takes_nothing_ends_nothing(tmp_path, way):
-    code = {"closed in Python": "sys.stdout._stream.close(); "}.get(way, "") + (
+    code = {"closed in Python": "sys.stdout.unsafe.close(); "}.get(way, "") + (
         "print('x' * 10_000, flush=True); print(sys.stdout.isatty(), file=sys.stderr); sys.stdout.flush()"
     )
     if way == "closed pipe":
@@ -318,6 +325,8 @@ def test_an_output_that_nobody_reads_stalls_nothing_and_is_used_again_when_someb
     reading, writing = os.pipe()
     code = (
         "for n in range(3000): print(n, 'x' * 100)\n"  # more than a pipe holds
+        "import logging; logging.basicConfig(stream=sys.stdout.unsafe, level=10); make_streams_safe()\n"
+        "for n in range(3000): logging.info('a library says %s', 'y' * 100)\n"
         "open(os.environ['FULL'], 'w').close()\n"
         "while not os.path.exists(os.environ['READ']): time.sleep(0.02)\n"
         "print('the last line')"
