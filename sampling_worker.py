@@ -54,7 +54,9 @@ from grpo.models import (
 from grpo.outbox import Outbox
 from grpo.policy import Policy
 from grpo.rollout import Group, pack
+from grpo.sampler_terminal import SamplerTerminal
 from grpo.scoring import Failures, RewardError, RewardPool
+from grpo.streams import make_streams_safe
 from grpo.tickets import Ticket, derive_seed
 from grpo.vllm_engine import VllmPolicy
 from utils import check_answer, check_answer_lenient, check_format, reward_function
@@ -65,12 +67,13 @@ EVALUATION = ("limit", "samples", "temperature", "dtype", "evaluate_output")  # 
 TOLD: set[str] = set()  # kinds of trouble that a line was printed about
 # flags that whoever uses the adapter needs to know: the learner puts them into model cards
 SETTINGS = ("dataset", "split", "question_column", "answer_column", "system_prompt", "max_new_tokens",
-            "max_prompt_length", "engine", "old_logprobs")  # fmt: skip
+            "max_prompt_length", "engine", "old_logprobs", "reward_workers")  # fmt: skip
 MAX_LOGITS = 1 << 28  # elements of logits at a time, for models that need them: 1 GiB in float32
 
 
 def main() -> None:
     """Serve tickets until the learner ends the run."""
+    make_streams_safe()
     args = parse_args()
     quiet_libraries()
     if args.evaluate:
@@ -120,6 +123,7 @@ class Sampler:
         self.reward_pool = RewardPool(reward_function, args.reward_workers, args.reward_timeout)
         self.reward_failures, self.rewarded = Failures(), 0.0
         self.decode = response_decoder(self.tokenizer, eos_token_ids(self.model, self.tokenizer))
+        self.terminal = SamplerTerminal(args.reward_workers)
         self.outbox = Outbox(self.reward_and_send, start=self.start_rewards)
         stop_on_signals(self.channel)
 
@@ -175,19 +179,27 @@ class Sampler:
         """
         room = self.args.prompts_at_a_time or self.places // self.welcome.group_size
         waiting = time.monotonic()
-        for tickets in self.channel.tickets(room, check=self.outbox.check):
+        self.terminal.doing("waiting for tickets")
+        for tickets in self.channel.tickets(room, check=self.check):
             self.waiting_seconds = (time.monotonic() - waiting) / len(tickets)
             if tickets[0].held_out:
                 self.evaluate(tickets)
             else:
                 yield tickets
+            self.terminal.doing("waiting for tickets")
             waiting = time.monotonic()
+
+    def check(self) -> None:
+        """While there are no tickets: raise what went wrong in the outbox, tell of what is still in it."""
+        self.outbox.check()
+        self.terminal.waiting()
 
     def evaluate(self, tickets: list[Ticket]) -> None:
         """Answer held-out questions greedily with the version that their tickets pin."""
         version = tickets[0].version
         self.policy.load_version(self.store, self.welcome.run_id, version, self.args.adapter_timeout)
         by_index = {ticket.prompt_index: ticket.ticket_id for ticket in tickets}
+        self.terminal.doing(f"answering {len(tickets)} held-out questions")
         questions, left_out = held_out_questions(self.tokenizer, self.held_out, sorted(by_index), self.args)
         for index, reason in left_out.items():
             self.channel.drop(by_index[index], reason)
@@ -223,6 +235,7 @@ class Sampler:
         """G completions for each prompt."""
         if not prompts:
             return []
+        self.terminal.doing(f"generating {len(prompts)} groups")
         started = time.monotonic()
         seeds = [ticket.seed for ticket in prompts]
         group_size = self.welcome.group_size
@@ -237,11 +250,13 @@ class Sampler:
 
     def score(self, prompts: dict[Ticket, list[int]], completions: list[list[Completion]]) -> Iterator[Group]:
         """Groups that lack their rewards: old and reference log-probs come from the learner's forward function."""
+        self.terminal.doing("scoring log-probs")
         pairs = list(zip(prompts.items(), completions, strict=True))
         while pairs:
             scored, self.groups_at_a_time = halving(
                 lambda size, left=pairs: self.score_together(left[:size]), self.groups_at_a_time, 1, "groups at a time"
             )
+            self.terminal.made(len(scored))
             yield from scored
             pairs = pairs[len(scored) :]
 
@@ -293,7 +308,7 @@ class Sampler:
         started = time.monotonic()
         prefix = response_prefix(self.tokenizer.decode(group.prompt_ids))
         texts = [prefix + self.decode(row) for row in group.completions()]
-        answer = self.examples[group.prompt_index].answer
+        answer = group.answer = self.examples[group.prompt_index].answer
         return group, self.reward_pool.start(texts, answer, group.prompt_index), len(prefix), started
 
     def reward_and_send(self, work: tuple) -> None:
@@ -302,6 +317,7 @@ class Sampler:
         try:
             scores = self.reward_pool.results(calls)
         except RewardError as error:
+            self.terminal.dropped()
             self.reward_failures.bad(error)
             return self.channel.drop(group.ticket_id, error.reason)
         finally:
@@ -316,6 +332,7 @@ class Sampler:
             setattr(group, name, tensor)
         group.stats["reward_seconds"] = seconds
         self.channel.send(group.ticket_id, pack(group))
+        self.terminal.sent(group)
 
     def step_tensors(self, scores, ids: list[torch.Tensor], prefix: int) -> dict[str, torch.Tensor]:
         """The scores' (end_character, reward) steps by token: the fields step_rows, step_ends and step_rewards."""
@@ -338,8 +355,10 @@ class Sampler:
         """Say goodbye once everything is sent and acknowledged; after an error, at once."""
         if error is None:
             self.outbox.close(self.args.reward_timeout)
+        self.terminal.close()
         self.reward_pool.close()
-        farewell = {"reason": f"it failed: {error!s:.1000}", "failed": True} if error else {}
+        first_line = str(error).partition("\n")[0]
+        farewell = {"reason": f"it failed: {first_line:.500}", "failed": True} if error else {}
         unacknowledged = self.channel.finish(limit=2.0 if error else 10.0, **farewell)
         if error is None:
             print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")

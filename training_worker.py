@@ -38,6 +38,7 @@ from grpo.models import ModelNotFound, quiet_libraries
 from grpo.ranks import RankLost
 from grpo.rollout import Group
 from grpo.step_data import StepData
+from grpo.streams import make_streams_safe
 from grpo.trackers import NAMES
 from utils import *  # noqa: F403  (so that LOSS may name any loss there, one of your own included)
 from utils import group_advantages, grpo_loss, process_advantages, truncated_importance_weights
@@ -47,6 +48,7 @@ LOSS = grpo_loss  # or gspo_loss, dapo_loss, dr_grpo_loss, cispo_loss from utils
 
 def main() -> None:
     """Train until --max_steps, or until stopped."""
+    make_streams_safe()
     args = parse_args()
     quiet_libraries()
     learner = Learner(args, needs_reference=beta(args) > 0, loss=LOSS.__name__)

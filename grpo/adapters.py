@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from grpo.files import lock, sync, write_file
+from grpo.json_lines import to_json
 
 WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
 
@@ -63,7 +64,7 @@ class AdapterStore:
     def write_run(self, run: dict) -> None:
         """Claim the folder for a run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_file(self.path / "run.json", json.dumps(run, indent=2).encode())
+        write_file(self.path / "run.json", to_json(run, indent=2).encode())
 
     def lock(self) -> IO | None:
         """Claim the folder for this process until it ends; AdapterError if another learner has it."""

@@ -7,22 +7,28 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW = 10  # steps that a rule looks at
+SOON = 3  # steps after which a slow reward is named: such steps are long
+WORK = {"generation": "generation", "scoring": "scoring log-probs", "reward": "reward_function"}  # of a sampler
 
 
 class Advisor:
     """Looks at each step's record (the content of metrics.jsonl) and at the evaluations so far."""
 
-    def __init__(self, num_iterations: int = 1):
-        self._num_iterations = num_iterations
+    def __init__(self, num_iterations: int = 1, max_staleness: int = 1):
+        self._num_iterations, self._max_staleness = num_iterations, max_staleness
+        self._reward_workers = 0
         self._recent: deque[dict] = deque(maxlen=WINDOW)
         self._first_entropy = self._first_reward = None
         self._top_rate = 0.0
         self._evaluations: list[dict] = []
         self._said: set[str] = set()
 
-    def look(self, record: dict, evaluations: list[dict] = ()) -> list[str]:
-        """The sentences that this step gives rise to and that have not been said yet."""
+    def look(self, record: dict, evaluations: list[dict] = (), sampler: dict | None = None) -> list[str]:
+        """The sentences that this step gives rise to and that have not been said yet; `sampler` holds the samplers'
+        settings.
+        """
         self._recent.append(record)
+        self._reward_workers = (sampler or {}).get("reward_workers", 0)
         self._evaluations = [one for one in evaluations if one.get("questions")]
         if len(self._recent) == WINDOW and self._first_entropy is None:
             self._first_entropy, self._first_reward = self._mean("entropy"), self._mean("reward")
@@ -36,12 +42,22 @@ class Advisor:
             self._stale,
             self._small_rate,
             self._overfit,
+            self._slow_reward,
             self._balance,
         ]
         found = [(rule.__name__, rule()) for rule in rules]
         new = [(name, text) for name, text in found if text and name not in self._said]
         self._said |= {name for name, _ in new}
         return [text for _, text in new]
+
+    def samplers_do(self) -> str:
+        """What most of the samplers' working time went to at the last step; empty where it is not known."""
+        last = self._recent[-1] if self._recent else {}
+        seconds = {name: last.get(f"sampler/{name}_seconds") or 0.0 for name in WORK}
+        most = max(seconds, key=seconds.get)
+        if not seconds[most]:
+            return ""
+        return f"{WORK[most]} takes {seconds[most] / sum(seconds.values()):.0%} of the samplers' time"
 
     def _mean(self, name: str) -> float | None:
         values = [record[name] for record in self._recent if record.get(name) is not None]
@@ -145,9 +161,28 @@ class Advisor:
             )
         return None
 
+    def _reward_dominates(self) -> bool:
+        """Whether reward_function takes longer than decoding and scoring, so that all else waits for it."""
+        reward, generation, scoring = (self._mean(f"sampler/{name}_seconds") or 0.0 for name in
+                                       ("reward", "generation", "scoring"))  # fmt: skip
+        idle = max(self._mean("learner/idle_share") or 0.0, self._mean("sampler/idle_share") or 0.0)
+        return reward > generation + scoring and idle > 0.5
+
+    def _slow_reward(self) -> str | None:
+        if len(self._recent) < SOON or not self._reward_dominates():
+            return None
+        groups = self._mean("groups") or 1
+        each = [(self._mean(f"sampler/{name}_seconds") or 0.0) / groups for name in WORK]
+        return (
+            f"reward_function takes {each[2]:.2g} s a group, generation and scoring {each[0] + each[1]:.2g} s, so all "
+            f"else waits for it: {more_workers(self._reward_workers)}"
+        )
+
     def _balance(self) -> str | None:
         learner, sampler = self._mean("learner/idle_share"), self._mean("sampler/idle_share")
         if len(self._recent) < WINDOW or learner is None or sampler is None:
+            return None
+        if self._max_staleness == 0 or self._reward_dominates():  # waiting by design; not for want of samplers
             return None
         if learner > 0.5 and learner > sampler:
             return (
@@ -160,3 +195,10 @@ class Advisor:
                 "learner, or a higher --max_staleness"
             )
         return None
+
+
+def more_workers(present: int) -> str:
+    """What helps against a slow reward_function; `present` is --reward_workers."""
+    if present:
+        return f"raise the sampler's --reward_workers from {present}, or make it faster"
+    return "--reward_workers N of the sampler gives it N processes"

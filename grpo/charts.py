@@ -12,6 +12,7 @@ from pathlib import Path
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 22, 10, 24  # margins around the plot, for the axes' numbers
 COLOURS = 6
+LARGEST = 1e300  # of the numbers that are drawn
 
 
 @dataclass
@@ -88,9 +89,9 @@ def figure(title: str, legend: str, parts: list[str], note: str) -> str:
     return f'<figure><figcaption>{name}</figcaption><div class="legend">{legend}</div>{drawing}{explained}</figure>'
 
 
-def defined(value: float | None) -> bool:
+def defined(value) -> bool:
     """A number that can be drawn."""
-    return value is not None and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def last(values: list[float | None]) -> float:

@@ -4,7 +4,6 @@ Two accuracies are reported: strict, by the reward's own rule, and lenient, by t
 can differ by tens of points before training, and readers compare with both.
 """
 
-import json
 import math
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from grpo.json_lines import to_json
 from grpo.policy import Policy
 from grpo.tickets import derive_seed
 
@@ -96,12 +96,12 @@ def evaluate_to_files(
             bar = tqdm(total=len(questions), desc=name, disable=not sys.stderr.isatty())
             for batch in evaluate(policy, decode, questions, judge, samples=each, **settings):
                 records += batch
-                file.writelines(json.dumps({"decoding": name} | record) + "\n" for record in batch)
+                file.writelines(to_json({"decoding": name} | record) + "\n" for record in batch)
                 bar.update(len(batch) // max(1, each))
             bar.close()
             results[name] = summarize(records, started)
             print(f"{name}: {one_line(results[name])}", flush=True)
-    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    output.with_suffix(".json").write_text(to_json(results, indent=2) + "\n")
     print(f"summary in {output.with_suffix('.json')}, completions in {output.with_suffix('.jsonl')}")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from grpo.clock import awake
 from grpo.evaluation import RECORD, one_line, summarize
 from grpo.files import append_line, read_lines
+from grpo.json_lines import to_json
 from grpo.tickets import Ticket
 
 MAX_QUESTIONS = 1 << 20
@@ -127,11 +128,11 @@ class HeldOut:
         summary["left_out"] = len(everything) - len(records)
         folder = self._folder / "evaluations"
         folder.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(record) + "\n" for record in records)
+        lines = "".join(to_json(record) + "\n" for record in records)
         (folder / f"v{version:08d}.jsonl").write_text(lines, encoding="utf-8")
         self.summaries.append({"version": version} | summary)
         with open(self._folder / "evaluations.jsonl", "ab") as file:
-            append_line(file, json.dumps(self.summaries[-1]).encode())
+            append_line(file, to_json(self.summaries[-1]).encode())
         print(f"evaluation of version {version}: {one_line(summary) if records else 'no question could be asked'}")
 
 

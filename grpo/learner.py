@@ -3,6 +3,7 @@
 Every rank builds a Learner and walks through `steps` together; rank 0 alone has the channel and writes files.
 """
 
+import functools
 import json
 import os
 import signal
@@ -21,12 +22,13 @@ from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.clock import awake
 from grpo.collector import Collector
 from grpo.engine import groups_per_step, make_engine, read_ds_config
+from grpo.guard import Guard
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logbook import Logbook
 from grpo.messages import PROTOCOL_VERSION, Welcome
 from grpo.metrics import Means, group_metrics
-from grpo.model_card import model_card
+from grpo.model_card import curve_rows, model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.plan import imbalance, make_plan
 from grpo.publisher import Publisher
@@ -88,7 +90,7 @@ class Learner:
         `advantages` holds (G,) or (G, C) per group; `count(completion_mask, max_new_tokens)` is what the loss is
         divided by, added up over the whole step, groups that need not be run included.
         """
-        self._advantages = advantages
+        self._groups, self._advantages = groups, advantages
         plan = make_plan(
             groups,
             advantages,
@@ -153,14 +155,25 @@ class Learner:
         self.publisher.publish(self.version, pinned, self._card)
 
     def _card(self) -> str:
+        """The README.md of the version that is published, empty where that fails."""
+        return self._card_guard(lambda _: self._card_text(), default="")
+
+    @functools.cached_property
+    def _card_guard(self) -> Guard:
+        return Guard("the model card", object, "versions are published with an empty README.md")
+
+    def _card_text(self) -> str:
+        source, groups = self.source, getattr(self, "_groups", [])  # a version at the start has neither
         return model_card(
             self.args.model_path,
             self.version,
             self._loss,
-            self.source.dataset_name if self.source else "",
+            source.dataset_name if source else "",
             self._settings,
-            self.logbook.curve if self.logbook else [],
-            self.source.evaluations if self.source else [],
+            curve_rows(self.logbook.curve() if self.logbook else None, self.version, groups),
+            source.evaluations if source else [],
+            source.sampler_settings if source else {},
+            self.tokenizer,
         )
 
     def save(self) -> None:
@@ -189,11 +202,10 @@ class Learner:
             raise self._failure
 
     def _end_logbook(self, reason: str) -> None:
-        try:
-            self.logbook.close(reason, self.source.evaluations)
-        except OSError as error:  # the run is saved; what ended it matters more than its picture
-            print(f"the report could not be written: {error}")
-        where = f"adapter in {self.store.path / 'latest'}, report in {self.store.path / 'report.html'}"
+        self.logbook.sampler_settings = self.source.sampler_settings
+        self.logbook.close(reason, self.source.evaluations, failed=self._failure is not None)
+        report = self.store.path / "report.html"
+        where = f"adapter in {self.store.path / 'latest'}" + (f", report in {report}" if report.is_file() else "")
         print(f"run ended after {self.steps_done} steps ({reason}); {where}", flush=True)
 
     def _finish_evaluations(self) -> None:
@@ -388,7 +400,7 @@ class Learner:
                 self.ranks.share(STOP)
                 return None
             self.ranks.share()
-            self.logbook.terminal.waiting(self.source.queue, self.groups_per_step)
+            self.logbook.waiting(self.source.queue, self.groups_per_step)
             if awake.now() - noticed >= NOTICE_SECONDS:
                 noticed = awake.now()
                 print(f"waiting for groups for {noticed - started:.0f} s: {self._who()}", flush=True)
@@ -411,16 +423,29 @@ class Learner:
             raise ChannelError(f"no group has arrived for {silent:.0f} s ({flag} {limit:.0f}): {self._who()}")
 
     def _who(self) -> str:
-        return f"{self.source.queue} of {self.groups_per_step} are here; samplers connected: {self.channel.who()}"
+        doing = self.logbook.samplers_do()
+        at_work = f"; {doing}" if doing else ""
+        here = f"{self.source.queue} of {self.groups_per_step} are here"
+        return f"{here}; samplers connected: {self.channel.who()}{at_work}"
 
     # -- one step's details ------------------------------------------------------------------------------------
 
-    def _record(self, groups: list[Group], averages: dict[str, float], trained: float) -> dict[str, float]:
-        """The step's line in metrics.jsonl."""
+    def _record(self, groups: list[Group], averages: dict[str, float], trained: float) -> dict[str, float] | None:
+        """The step's line in metrics.jsonl; None where it cannot be made."""
+        self.logbook.sampler_settings = self.source.sampler_settings
         now = time.monotonic()
+        seconds, self._last_record = now - self._last_record, now  # from record to record, so nothing is left out
+        return self._record_guard(lambda _: self._numbers(groups, averages, trained, now, seconds))
+
+    @functools.cached_property
+    def _record_guard(self) -> Guard:
+        return Guard("the record of a step", object)
+
+    def _numbers(
+        self, groups: list[Group], averages: dict[str, float], trained: float, now: float, seconds: float
+    ) -> dict[str, float]:
         record = group_metrics(groups, self.steps_done - 1) | averages
         tokens = sum(int(group.lengths.sum()) for group in groups)
-        seconds, self._last_record = now - self._last_record, now  # from record to record, so nothing is left out
         record |= {
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "learning_rate": self.engine.get_lr()[0],

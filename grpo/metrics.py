@@ -2,14 +2,14 @@
 
 import json
 import math
-import os
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 
-from grpo.files import read_lines
+from grpo.curves import Curves
+from grpo.json_lines import JsonLines, clean
 from grpo.rollout import Group
 
 
@@ -36,41 +36,35 @@ class Means:
 
 
 class MetricsLog:
-    """Appends to `path`; records after `steps_done` are of steps that will be done again."""
+    """Appends to `path`; records after `steps_done` are of steps that will be done again.
+
+    A record that the disk has no room for is kept, and written with the next one (grpo/json_lines.py).
+    """
 
     CURVE = ("step", "reward", "completions/mean_length")
+    POINTS = 10  # of the curve
 
     def __init__(self, path: Path, steps_done: int = 0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = keep_steps(path, steps_done)
-        self.curve = [{name: record.get(name) for name in self.CURVE} for record in read_metrics(path)] if kept else []
-        self._file = open(path, "a", encoding="utf-8")
-        self._started = time.monotonic() - (kept["seconds"] if kept else 0.0)
-        self.num_tokens = kept.get("num_tokens", 0) if kept else 0  # of all steps so far
+        self._lines = JsonLines(path, steps_done)
+        kept = self._lines.last or {}
+        self.curve = Curves(self.POINTS, self.CURVE)
+        if kept:
+            self.curve.read(path)
+        self._started = time.monotonic() - (kept.get("seconds") or 0.0)
+        self.num_tokens = kept.get("num_tokens") or 0  # of all steps so far
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's record."""
-        record = {"step": step, "seconds": round(time.monotonic() - self._started, 3)}
-        record |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
-        self.curve.append({name: record.get(name) for name in self.CURVE})
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+    def log(self, step: int, metrics: dict[str, float]) -> dict:
+        """Write one step's record, with the tokens of all steps so far as num_tokens, and return it."""
+        self.num_tokens += metrics.get("num_tokens", 0)
+        record = {"step": step, "seconds": round(time.monotonic() - self._started, 3)} | clean(metrics)
+        record["num_tokens"] = self.num_tokens
+        self.curve.add(record)
+        self._lines.append([record])
+        return record
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
-
-
-def keep_steps(path: Path, steps_done: int) -> dict | None:
-    """Cut the records of later steps than `steps_done` off a file of JSON lines; returns the last one that stays."""
-    last, size = None, 0
-    for line in read_lines(path):
-        record = json.loads(line)
-        if record["step"] > steps_done:
-            os.truncate(path, size)
-            break
-        last, size = record, size + len(line) + 1
-    return last
+        self._lines.close()
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -5,14 +5,15 @@ means over so many steps that some hundred points are left. Writing takes at mos
 """
 
 import html
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.charts import Line, defined, histogram, line_chart, plot_curves
+from grpo.curves import Curves
 from grpo.files import write_file
-from grpo.metrics import keep_steps, read_metrics, reward_spread
+from grpo.json_lines import JsonLines, spread_records
+from grpo.metrics import reward_spread
 from grpo.model_card import package_versions
 from grpo.rollout import Group
 
@@ -21,6 +22,7 @@ PAGE_SECONDS = 60  # between two loadings of the page by a browser
 WRITE_SECONDS = 15  # at least between two writings
 COST = 50  # a writing that took t seconds is followed by none for COST * t
 SAMPLES, NOTES = 12, 20  # shown on the page
+KEPT = 10_000  # notes and samples that are read when a run goes on
 
 REWARD, LENGTH = "reward", "completions/mean_length"
 # title, lines (name in metrics.jsonl: label), what it says
@@ -48,55 +50,56 @@ class Report:
 
     def __init__(self, folder: Path, settings: dict, tokenizer, steps_done: int = 0):
         self._folder, self._settings, self._tokenizer = folder, settings, tokenizer
-        keep_steps(folder / "report.jsonl", steps_done)
-        self._file = open(folder / "report.jsonl", "a", encoding="utf-8")
-        self._events = read_metrics(folder / "report.jsonl")
-        self._curves = Curves()
+        self._lines = JsonLines(folder / "report.jsonl", steps_done)
+        self._events = spread_records(folder / "report.jsonl", KEPT)
+        self.curves = Curves(POINTS)
         if steps_done:
-            for record in read_metrics(folder / "metrics.jsonl"):
-                self._curves.add(record)
-        self._newest: list[dict] = []  # the newest step's sample, unless it is among the events
+            self.curves.read(folder / "metrics.jsonl")
+        self._newest: tuple[int, list[Group]] | None = None  # the newest step, unless it is among the events
         self._next = 0.0
 
     def step(self, step: int, groups: list[Group], record: dict[str, float], notes: list[str]) -> None:
         """Take down the numbers, what the advisor said and, at some steps, what the policy wrote."""
-        self._curves.add({"step": step} | record)
-        for note in notes:
-            self._keep({"step": step, "note": note})
-        sample = {"step": step} | self._sample(groups)
-        self._newest = [sample]
-        if step == int(str(step)[0]) * 10 ** (len(str(step)) - 1):
-            self._keep(sample)
-            self._newest = []
+        self.curves.add(record | {"step": step})
+        events = [{"step": step, "note": note} for note in notes]
+        keep = step == int(str(step)[0]) * 10 ** (len(str(step)) - 1)
+        if keep:
+            events.append({"step": step} | self._sample(groups))
+        self._newest = None if keep else (step, groups)
+        self._events += events
+        if events:
+            self._lines.append(events)
 
-    def refresh(self, state: str, evaluations: list[dict], ended: bool = False) -> None:
-        """Write report.html, unless it is too early; `state` is the sentence under the title."""
+    def refresh(self, state: str, evaluations: list[dict], sampler: dict | None = None, ended: bool = False) -> None:
+        """Write report.html, unless it is too early; `state` is the sentence under the title, `sampler` the sampler's
+        settings.
+        """
         started = time.monotonic()
         if started < self._next and not ended:
             return
+        self._next = started + WRITE_SECONDS  # also if the writing fails
+        samples = [event for event in self._events if "rewards" in event]
+        if self._newest:
+            step, groups = self._newest
+            samples.append({"step": step} | self._sample(groups))
         data = RunData(
             settings=self._settings,
+            sampler=sampler or {},
             state=state,
             ended=ended,
-            records=self._curves.records(),
-            evaluations=[one for one in evaluations if one.get("questions")],
+            records=self.curves.records(),
+            evaluations=spread_out([one for one in evaluations if one.get("questions")], POINTS),
             notes=[event for event in self._events if "note" in event],
-            samples=[event for event in self._events if "rewards" in event] + self._newest,
+            samples=samples,
         )
-        write_file(self._folder / "report.html", page(data).encode())
+        write_file(self._folder / "report.html", page(data).encode(errors="backslashreplace"))
         now = time.monotonic()
         self._next = now + max(WRITE_SECONDS, COST * (now - started))
 
-    def close(self, state: str, evaluations: list[dict]) -> None:
-        """The last version, which renews itself no more, and the curves as a picture."""
-        self.refresh(state, evaluations, ended=True)
-        self._file.close()
-        plot_curves(self._curves.records(), self._folder / "curves.png")
-
-    def _keep(self, event: dict) -> None:
-        self._events.append(event)
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+    def close(self, state: str, evaluations: list[dict], sampler: dict | None = None) -> None:
+        """The last version, which renews itself no more."""
+        self.refresh(state, evaluations, sampler, ended=True)
+        self._lines.close()
 
     def _sample(self, groups: list[Group]) -> dict:
         """All rewards and lengths of the step, and the best and the worst completion of its most uneven group."""
@@ -106,47 +109,17 @@ class Report:
         ends = {"best": ranked[-1], "worst": ranked[0]} if ranked else {}
         return {
             "prompt": self._tokenizer.decode(group.prompt_ids),
+            "answer": group.answer,
             "texts": {name: [reward, self._tokenizer.decode(rows[i])] for name, (reward, i) in ends.items()},
             "rewards": [round(r, 4) for one in groups for r in one.rewards.tolist() if r == r],
             "lengths": [n for one in groups for n in one.lengths.tolist()],
         }
 
 
-class Curves:
-    """The metrics of all steps as at most POINTS means over equally many steps, and the newest step."""
-
-    def __init__(self):
-        self._means: list[dict] = []
-        self._each = 1  # steps in a mean
-        self._open: list[dict] = []  # steps that make no whole mean yet
-        self._newest: dict | None = None
-
-    def add(self, record: dict) -> None:
-        """One more step."""
-        self._newest = record
-        self._open.append(record)
-        if len(self._open) == self._each:
-            self._means.append(average(self._open))
-            self._open = []
-        if len(self._means) == POINTS:
-            pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means, self._each = [average(pair) for pair in pairs], 2 * self._each
-
-    def records(self) -> list[dict]:
-        """What is to be drawn; the last record is the newest step's own."""
-        if self._newest is None:
-            return []
-        past = self._means[:-1] if self._each == 1 else self._means
-        return [*past, self._newest]
-
-
-def average(records) -> dict:
-    """The mean of each metric over the records in which it is a number."""
-    found = {}
-    for name in {name for record in records for name in record}:
-        known = [record[name] for record in records if defined(record.get(name))]
-        found[name] = sum(known) / len(known) if known else None
-    return found
+def picture(path: Path, records: list[dict]) -> None:
+    """curves.png, whole or not there."""
+    plot_curves(records, path.with_name(".tmp-curves.png"))
+    path.with_name(".tmp-curves.png").replace(path)
 
 
 @dataclass
@@ -154,6 +127,7 @@ class RunData:
     """Everything that a page shows."""
 
     settings: dict
+    sampler: dict
     state: str
     ended: bool
     records: list[dict]
@@ -177,6 +151,7 @@ def page(data: RunData) -> str:
             sample(one, opened=one is data.samples[-1]) for one in reversed(spread_out(data.samples, SAMPLES))
         ),
         settings=table(data.settings),
+        sampler=table(data.sampler) if data.sampler else "<p>Not known yet.</p>",
         versions=table(package_versions()),
     )
 
@@ -265,14 +240,15 @@ def notes(found: list[dict]) -> str:
 
 
 def sample(one: dict, opened: bool) -> str:
-    """A prompt with its best and its worst completion, folded up unless `opened`."""
+    """A prompt with its gold answer, its best and its worst completion, folded up unless `opened`."""
     rows = "".join(
         f"<h4>{name}, reward {reward:g}</h4><pre>{html.escape(text)}</pre>"
         for name, (reward, text) in one["texts"].items()
     )
+    gold = f"<h4>gold answer</h4><pre>{html.escape(one['answer'])}</pre>" if one.get("answer") else ""
     return (
         f"<details{' open' if opened else ''}><summary>Step {one['step']}</summary>"
-        f"<h4>prompt</h4><pre>{html.escape(one['prompt'])}</pre>{rows}</details>"
+        f"<h4>prompt</h4><pre>{html.escape(one['prompt'])}</pre>{gold}{rows}</details>"
     )
 
 
@@ -340,7 +316,8 @@ th {{ font-weight: 500; color: var(--soft) }}
 {notes}
 <section><h2>Curves</h2><div class="charts">{charts}</div></section>
 <section><h2>Completions</h2>{samples}</section>
-<section><h2>Configuration</h2><details><summary>Flags and ds_config</summary>{settings}</details>
+<section><h2>Configuration</h2><details><summary>Flags and ds_config of the learner</summary>{settings}</details>
+<details><summary>Flags of the samplers</summary>{sampler}</details>
 <details><summary>Versions</summary>{versions}</details></section>
 </body>
 </html>

@@ -20,6 +20,7 @@ MAX_GROUP_BYTES = 64 << 20
 MAX_NAMES = 64  # of components, and of stats
 LONGEST_NAME = 128  # characters
 LARGEST = 1 << 53  # what a float holds exactly, so that arithmetic on a foreign number cannot overflow
+MAX_ANSWER = 2_000  # characters of a gold answer
 
 
 class MalformedGroup(ValueError):
@@ -50,6 +51,7 @@ class Group:
     step_ends: torch.Tensor | None = None  # (K,) int32, index of the step's last token in its completion
     step_rewards: torch.Tensor | None = None  # (K,) float32
     stats: dict[str, float] = field(default_factory=dict)  # the sampler's own measurements, seconds and tokens
+    answer: str = ""  # the gold answer, cut to MAX_ANSWER characters: for people who read completions
 
     @property
     def size(self) -> int:
@@ -93,7 +95,7 @@ def pack(group: Group) -> bytes:
     tensors |= {_COMPONENT + name: value for name, value in group.components.items()}
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items() if value is not None}
     metadata = {name: getattr(group, name) for name in _METADATA}
-    metadata |= {"protocol": FORMAT_VERSION, "stats": group.stats}
+    metadata |= {"protocol": FORMAT_VERSION, "stats": group.stats, "answer": group.answer[:MAX_ANSWER]}
     return save(tensors, metadata={"group": json.dumps(metadata)})
 
 
@@ -141,6 +143,9 @@ def _read_metadata(header: dict) -> dict:
         raise MalformedGroup(f"the metadata holds no Group: {error!r:.200}") from error
     if protocol != FORMAT_VERSION:
         raise MalformedGroup(f"format version {protocol!r:.60}, this program reads {FORMAT_VERSION}")
+    answer = metadata.pop("answer", "")
+    if not isinstance(answer, str) or len(answer) > MAX_ANSWER:
+        raise MalformedGroup(f"answer is {answer!r:.60}, not a text of at most {MAX_ANSWER} characters")
     if metadata.keys() != _METADATA.keys():
         raise MalformedGroup(f"metadata fields {sorted(metadata)!s:.300}, expected {sorted(_METADATA)}")
     for name, kind in _METADATA.items():
@@ -148,7 +153,7 @@ def _read_metadata(header: dict) -> dict:
     _check_names("stats", stats)
     for name, value in stats.items():
         _check_field(name, value, float if type(value) is float else int)
-    return metadata | {"stats": {name: float(value) for name, value in stats.items()}}
+    return metadata | {"stats": {name: float(value) for name, value in stats.items()}, "answer": answer}
 
 
 def _check_field(name: str, value, kind: type) -> None:

@@ -50,6 +50,41 @@ def test_each_fault_is_one_sentence_once(changes, words):
     assert all(word in sentence for word in words)
 
 
+SLOW = {"sampler/generation_seconds": 1.0, "sampler/scoring_seconds": 1.0, "sampler/reward_seconds": 48.0}
+
+
+@pytest.mark.parametrize("idle", ["learner/idle_share", "sampler/idle_share"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_slow_reward_is_named_soon_and_no_sampler_asked_for(idle, staleness):
+    records = [HEALTHY | SLOW | {idle: 0.9}] * 50
+    (sentence,) = said(records, max_staleness=staleness)
+    assert "takes 6 s a group, generation and scoring 0.25 s" in sentence  # 48 and 2 over 8 groups
+    assert "--reward_workers N" in sentence and "another sampler" not in sentence
+    assert said(records[:3], max_staleness=staleness) == [sentence]
+    advisor = Advisor()
+    (sentence,) = [text for one in records for text in advisor.look(one, [], {"reward_workers": 4})]
+    assert "raise the sampler's --reward_workers from 4" in sentence
+    assert advisor.samplers_do() == "reward_function takes 96% of the samplers' time"
+
+
+def test_a_reward_that_nothing_waits_for_is_left_alone():
+    assert said([HEALTHY | SLOW] * 50) == []
+    assert said([HEALTHY | SLOW | {"sampler/reward_seconds": 1.9, "learner/idle_share": 0.9}] * 5) == []
+
+
+@pytest.mark.parametrize("idle", ["learner/idle_share", "sampler/idle_share"])
+def test_waiting_at_staleness_0_is_by_design(idle):
+    assert said([HEALTHY | {idle: 0.9}] * 50, max_staleness=0) == []
+    assert len(said([HEALTHY | {idle: 0.9}] * 50, max_staleness=1)) == 1
+
+
+def test_what_the_samplers_do_is_empty_until_it_is_known():
+    advisor = Advisor()
+    assert advisor.samplers_do() == ""
+    advisor.look(HEALTHY)
+    assert advisor.samplers_do() == ""
+
+
 def test_a_rate_that_rises_or_was_high_is_left_alone():
     assert said([HEALTHY | {"learning_rate": 1e-7 * n} for n in range(150)]) == []  # a warm-up
     assert said([HEALTHY] * 20 + [HEALTHY | {"learning_rate": 1e-6}] * 20) == []  # the end of a decay

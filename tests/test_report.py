@@ -11,8 +11,9 @@ from test_rollout import make_group
 from tiny import tiny_tokenizer
 
 from grpo.charts import Line, histogram, label, line_chart, nice_ticks, plot_curves
+from grpo.curves import Curves
 from grpo.metrics import MetricsLog, read_metrics
-from grpo.report import POINTS, Curves, Report, spread_out
+from grpo.report import POINTS, Report, spread_out
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "<script>document.title = 'run'"
@@ -48,11 +49,13 @@ def make_report(folder, steps=12, ended=True):
     report = Report(folder, {"model_path": f"models/{EVIL}", "beta": 0.04}, tiny_tokenizer())
     for step in range(1, steps + 1):
         log.log(step, record(step))
-        report.step(step, [make_group()], record(step), [f"a note of step {step} {EVIL}"] if step == 3 else [])
+        notes = [f"a note of step {step} {EVIL}"] if step == 3 else []
+        report.step(step, [make_group(answer=f"17 {EVIL}")], record(step), notes)
         report.refresh(f"Step {step} of {steps}.", [])
     log.close()
     if ended:
-        report.close(f"Ended after {steps} steps: done {EVIL}.", EVALUATIONS)
+        sampler = {"system_prompt": f"think {EVIL}", "max_new_tokens": 77}
+        report.close(f"Ended after {steps} steps: done {EVIL}.", EVALUATIONS, sampler)
     return folder / "report.html"
 
 
@@ -85,14 +88,14 @@ def test_a_line_is_drawn_where_its_values_are():
 
 @pytest.mark.parametrize("steps", [1, 2, POINTS, POINTS + 1, 4 * POINTS, 50_000])
 def test_curves_of_any_length_keep_mean_and_newest_value(steps):
-    curves = Curves()
+    curves = Curves(POINTS)
     for step in range(1, steps + 1):
         curves.add({"step": step, "x": float(step), "gap": None if step % 2 else 1.0})
     records = curves.records()
     assert len(records) <= POINTS + 1 and records[-1]["step"] == records[-1]["x"] == steps
     assert [record["step"] for record in records] == sorted({record["step"] for record in records})
     assert all(record["x"] == record["step"] and record.get("gap") in (None, 1.0) for record in records)
-    assert Curves().records() == []
+    assert Curves(POINTS).records() == []
 
 
 def test_shares_of_a_histogram_add_up():
@@ -106,10 +109,12 @@ def test_the_page_has_all_and_runs_nothing(tmp_path):
     text = make_report(tmp_path).read_text()
     for wanted in ("Reward", "Held-out accuracy", "<b>0.75</b>",
                    "Length of completions", "Entropy", "Balance of the two sides", "Ended after 12 steps",
-                   "a note of step 3", "Step 10", "Step 12", "beta", "transformers"):  # fmt: skip
+                   "a note of step 3", "Step 10", "Step 12", "beta", "transformers",
+                   "<h4>gold answer</h4><pre>17", "system_prompt", "<td>77</td>"):  # fmt: skip
         assert wanted in text, wanted
     assert "Step 11<" not in text  # samples are kept at 1 to 9, 10, 20 .. and the newest
-    assert "<script" not in text and text.count("&lt;script") == 5  # title twice, state, note, settings
+    assert "<script" not in text
+    assert text.count("&lt;script") == 6 + 11  # title twice, state, note, settings of both sides; gold answers
     assert not re.search(r'(src|href)=|url\(|@import|http-equiv="refresh"', text)
     assert "Clipped tokens" not in text  # nothing was measured
 

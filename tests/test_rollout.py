@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from grpo.rollout import Group, MalformedGroup, pack, unpack
+from grpo.rollout import MAX_ANSWER, Group, MalformedGroup, pack, unpack
 
 
 def make_group(**changes) -> Group:
@@ -52,6 +52,27 @@ def test_pack_and_unpack_give_the_same_group():
                 assert found.components["format"].tolist() == [1.25, 0.0]
             else:
                 assert getattr(found, name) == value
+
+
+def test_the_gold_answer_travels_cut_to_a_length_and_may_be_absent():
+    assert unpack(pack(make_group(answer="42 \u7b54"))).answer == "42 \u7b54"
+    assert unpack(pack(make_group(answer="\U0001f600" * 9_999))).answer == "\U0001f600" * MAX_ANSWER
+    group = make_group(answer="42")
+    for answer, fits in (("42", True), (None, True), (42, False), ("4" * (MAX_ANSWER + 1), False)):
+        blob = pack(group)
+        size = int.from_bytes(blob[:8], "little")
+        header = json.loads(blob[8 : 8 + size])
+        metadata = json.loads(header["__metadata__"]["group"]) | {"answer": answer}
+        if answer is None:
+            del metadata["answer"]  # as in the journals of older runs
+        header["__metadata__"]["group"] = json.dumps(metadata)
+        text = json.dumps(header).encode()
+        changed = len(text).to_bytes(8, "little") + text + blob[8 + size :]
+        if fits:
+            assert unpack(changed).answer == (answer or "")
+        else:
+            with pytest.raises(MalformedGroup, match="answer"):
+                unpack(changed)
 
 
 def test_completions_are_cut_by_length():

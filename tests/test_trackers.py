@@ -35,6 +35,14 @@ def test_wandb_and_its_likes_get_the_run_and_each_step(tmp_path, monkeypatch):
     assert calls[1:] == [(1, {"reward": 2.0}), "finish"]
 
 
+def test_a_folder_that_wandb_left_behind_is_no_wandb(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="--log_to wandb: it is not installed here"):
+        open_trackers(["wandb"], tmp_path, "run", {}, 0)
+
+
 def test_one_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ValueError, match="--log_to trackio: it is not installed here"):
