@@ -176,7 +176,10 @@ def test_no_second_of_rewards_counts_for_two_groups_and_a_failed_one_is_dropped(
     sent, dropped = [], []
     channel = SimpleNamespace(send=lambda *group: sent.append(group), drop=lambda *drop: dropped.append(drop))
     pool, failures = make_pool(slow_for_some, 0, 30), Failures()
-    actor = SimpleNamespace(reward_pool=pool, reward_failures=failures, rewarded=0.0, channel=channel)
+    terminal = SimpleNamespace(sent=lambda group: None, dropped=lambda: None)
+    actor = SimpleNamespace(
+        reward_pool=pool, reward_failures=failures, rewarded=0.0, channel=channel, terminal=terminal
+    )
     actor.step_tensors = functools.partial(Sampler.step_tensors, actor)
     groups, started = [make_group(ticket_id=i, stats={}) for i in range(3)], time.monotonic()
     texts = (["slow", "slow"], ["slow", "bug"], ["slow", "slow"])
