@@ -79,7 +79,10 @@ def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tupl
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:  # how it refuses an entry
+        raise ValueError(f"DeepSpeed refuses --ds_config {args.ds_config}: {error!r:.300}") from error
     return engine, dtype
 
 
@@ -112,6 +115,11 @@ def precision(ds_config: dict) -> str:
         if ds_config.get(name, {}).get("enabled"):
             return dtype
     return "float32"
+
+
+def scaler(engine):
+    """What holds the loss scale of fp16 as `cur_scale`; None where there is none."""
+    return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
 
 
 def adapter_state(engine) -> dict[str, torch.Tensor]:

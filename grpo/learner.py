@@ -3,6 +3,7 @@
 Every rank builds a Learner and walks through `steps` together; rank 0 alone has the channel and writes files.
 """
 
+import copy
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from grpo.ranks import STEP, STOP, Ranks
 from grpo.reference import References
 from grpo.replay import Replay
 from grpo.rollout import PROTOCOL_VERSION, Group, pack, unpack
+from grpo.settings import changes, check_same_run, fixed_entries, settings_that_hold
 from grpo.step_data import StepData, completion_mask, micro_batch
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
@@ -57,7 +59,7 @@ class Learner:
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         config = read_ds_config(args.ds_config, self.ranks.size)
-        self._settings = vars(args) | {"ds_config": dict(config)}
+        self._settings = vars(args) | {"ds_config": copy.deepcopy(config)}  # DeepSpeed takes entries out of its own
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self.engine, self.dtype = make_engine(model, args, config, references.start())
@@ -267,13 +269,19 @@ class Learner:
             "lora": list(self.publisher.lora.values()),
             "reference": self.publisher.references.facts,
             "temperature": self.args.temperature,
+            "replay": self.args.replay and (AdapterStore(self.args.replay).read_run() or {}).get("run_id"),
+            "precision": self.dtype,
+            "stage": self.engine.zero_optimization_stage(),
+            "ds_config": fixed_entries(self._settings["ds_config"]),
         }
+        held = settings_that_hold(vars(self.args), self._settings["ds_config"], self._loss)
         decision: dict = {}
 
         def decide():
             run = self.store.read_run() or {"run_id": uuid.uuid4().hex} | facts
             check_same_run(run, facts, self.store.path)
-            run |= {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
+            decision["changes"] = changes(run.get("settings", held), held)
+            run |= facts | {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
             run |= {"save_path": str(self.store.path), "evaluates": self.args.eval_steps > 0}
             self.store.write_run(run)
             published = max(self.store.versions(), default=-1)
@@ -285,7 +293,8 @@ class Learner:
         self.run, self.publisher.newest, self.steps_done = decision["run"], decision["published"], 0
         self.publisher.run_id = self.run["run_id"]
         if decision["checkpoint"]:
-            load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size)
+            new_scale = any(change.startswith("fp16.") for change in decision["changes"])
+            load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size, new_scale)
             self.steps_done = decision["checkpoint"]["step"]
         self._saved = self.steps_done
         if self.publisher.newest >= 0 and self.ranks.rank == 0:
@@ -293,6 +302,11 @@ class Learner:
                 f"learner: going on with run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
                 f"its newest adapter is version {self.publisher.newest}"
             )
+            if decision["changes"]:
+                print(f"learner: {', '.join(decision['changes'])} from step {self.steps_done + 1} on", flush=True)
+        if self.ranks.rank == 0:  # last, so that a start that fails does not count as the one that changed them
+            self.run["settings"] = held
+            self.store.write_run(self.run)
 
     def _open(self, needs_reference: bool) -> None:
         """Rank 0: where groups come from, and where records go."""
@@ -432,26 +446,3 @@ class Learner:
         if self.source.stale_length is not None:
             record["groups/stale_mean_length"] = self.source.stale_length
         return record | {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
-
-
-NEW_FACTS = {"reference": [None, 0, None]}  # of a run.json that lacks them
-
-
-def check_same_run(run: dict, facts: dict, folder: Path) -> None:
-    """ValueError where a run in `folder` was started with other facts than this learner."""
-    flags = {
-        "model": "--model_path",
-        "tokenizer": "--model_path",
-        "seed": "--seed",
-        "group_size": "--group_size",
-        "groups_per_step": "the batch sizes in --ds_config, or the number of ranks",
-        "lora": "--lora_rank, --lora_alpha, --lora_targets or --init_adapter",
-        "reference": "--init_adapter, --ref_sync_steps or --ref_mixup_alpha",
-        "temperature": "--temperature",
-    }
-    for name, flag in flags.items():
-        if run.get(name, NEW_FACTS.get(name)) != facts[name]:
-            raise ValueError(
-                f"the run in {folder} has {name} {run.get(name)!r:.60}, this start has {facts[name]!r:.60}; change "
-                f"{flag} back to go on with it, or choose another --save_path for a new run"
-            )

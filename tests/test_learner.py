@@ -17,18 +17,6 @@ from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
-from grpo.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """A process group of one."""
-    before = dict(os.environ)
-    group = Ranks(timeout=60)
-    yield group
-    group.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def arguments(**changes) -> argparse.Namespace:

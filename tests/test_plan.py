@@ -98,7 +98,8 @@ def padded(share):
 
 def test_micro_batches_by_tokens_are_filled_from_the_longest_on_as_far_as_the_limit_lets_them():
     groups, advantages = groups_and_advantages(8)
-    by_length = sorted((p for r in make_plan(groups, advantages, 1, max_rows=1)[0] for p in r), key=lambda p: -p.longest)
+    parts = [share[0] for share in make_plan(groups, advantages, 1, max_rows=1)[0]]
+    by_length = sorted(parts, key=lambda part: -part.longest)
     for limit in (45, 100, 200, 1000):
         bins = _fill(by_length, limit)
         assert [part for share in bins for part in share] == by_length

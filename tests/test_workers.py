@@ -354,7 +354,7 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     run.to_the_end(workers)
     first = read_metrics(run.path / "metrics.jsonl")
     run.learner_flags += ["--max_steps", 6]
-    run.ranks, two_ranks = 1, run.config.read_text()
+    run.ranks = 1
     ds_config(run.config, accumulation=4)  # a step of as many sequences by one rank
     for flags, words in (
         (["--resume", "never"], "leave --resume never out"),
@@ -364,10 +364,15 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
         refused = run.start_learner(workers, *flags)
         assert refused.wait(LIMIT) != 0 and words in refused.output()
     run.ranks = 2
-    run.config.write_text(two_ranks)
+    ds_config(run.config, bf16={"enabled": True})
+    refused = run.start_learner(workers)
+    assert refused.wait(LIMIT) != 0 and "has precision 'float32', this start has 'bfloat16'" in refused.output()
+    ds_config(run.config, lr=5e-3)
     trainer, _ = run.to_the_end(workers)
     assert "from the checkpoint of step 3" in trainer.output()
+    assert "learner: --max_steps 3 -> 6, learning rate 0.01 -> 0.005 from step 4 on" in trainer.output()
     records = read_metrics(run.path / "metrics.jsonl")
+    assert [record["learning_rate"] for record in records] == [1e-2] * 3 + [5e-3] * 3
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6] and records[:3] == first
     assert [record["seconds"] for record in records] == sorted(record["seconds"] for record in records)
     history = read_history(run.path)
