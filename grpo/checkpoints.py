@@ -64,6 +64,19 @@ def save_checkpoint(engine, folder: Path, step: int, ranks: Ranks) -> None:
             shutil.rmtree(old)
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, oldest first."""
+    return sorted(int(path.parent.name.removeprefix("step")) for path in folder.glob(f"step*/{COMPLETE}"))
+
+
+def remove_checkpoints(folder: Path, first: int) -> None:
+    """Remove those of step `first` and later ones, the newest first."""
+    for step in reversed(checkpoint_steps(folder)):
+        if step >= first:
+            (folder / f"step{step:08d}" / COMPLETE).unlink()  # from here on it does not count
+            shutil.rmtree(folder / f"step{step:08d}")
+
+
 def newest_checkpoint(folder: Path) -> dict | None:
     """The facts of the newest complete checkpoint; None while there is none."""
     complete = sorted(folder.glob(f"step*/{COMPLETE}"))

@@ -13,6 +13,8 @@ from grpo.adapters import AdapterError, copy_into
 from grpo.models import DTYPES, add_lora
 from grpo.reference import load_init_adapter
 
+TAKEN, SKIPPED, RESCALED = "taken", "skipped", "rescaled"  # what comes of an optimizer step
+
 
 def read_ds_config(path: str, ranks: int) -> dict:
     """The DeepSpeed configuration; ValueError for what cannot work here.
@@ -39,6 +41,9 @@ def read_ds_config(path: str, ranks: int) -> dict:
     automatic = sorted(name for name, value in flatten(config) if value == "auto")
     if automatic:
         raise ValueError(f'--ds_config {path} has "auto" for {automatic[0]}; give a number')
+    for name in ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm"):
+        if dict(flatten(config)).get(name) is False:
+            raise ValueError(f"--ds_config {path} has {name} false, so a gradient of NaN would go unseen: leave it out")
     if "optimizer" not in config:
         raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
     return config
@@ -115,6 +120,40 @@ def precision(ds_config: dict) -> str:
         if ds_config.get(name, {}).get("enabled"):
             return dtype
     return "float32"
+
+
+def take_step(engine) -> str | None:
+    """DeepSpeed's step; after the last micro-batch tells what came of it: TAKEN, SKIPPED or RESCALED.
+
+    A gradient that is not finite moves neither weights nor optimizer state nor scheduler. DeepSpeed's own optimizers
+    see to that; the one of torch that ZeRO 0 leaves as it is in fp32 is given no gradient then.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return None
+    scale = scaler(engine)
+    can_fall = _scale_can_fall(scale)
+    if hasattr(scale, "raise_error_at_min_scale"):
+        scale.raise_error_at_min_scale = False  # at the least one the step is skipped like any other
+    if engine.optimizer is engine.basic_optimizer:
+        _check_gradient(engine.optimizer)
+    engine.step()
+    return TAKEN if engine.was_step_applied() else RESCALED if can_fall else SKIPPED
+
+
+def _check_gradient(optimizer: torch.optim.Optimizer) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)  # the same at every rank, for the gradients are
+    optimizer._global_grad_norm, optimizer.overflow = norm, not norm.isfinite()  # where DeepSpeed looks for them
+    if optimizer.overflow:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _scale_can_fall(scale) -> bool:
+    """Whether an overflow lowers the loss scale of fp16, so that the next step may fit."""
+    dynamic = getattr(scale, "dynamic", False) or getattr(scale, "dynamic_loss_scale", False)
+    least = getattr(scale, "min_scale", None) or getattr(scale, "min_loss_scale", None)
+    return bool(dynamic) and scale.cur_scale > least
 
 
 def scaler(engine):

@@ -50,6 +50,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_groups_in_the_
         one.next_step(wait=0)
         one.finish_step(version)
         if version == 1:
+            one.saved()
             one.covered()
     assert Journal(tmp_path, keep=False).ticket_ids() == [2, 3, 4, 5]
     again = collector(tmp_path, max_staleness=2, steps_done=1, version=2)
@@ -132,6 +133,7 @@ def test_a_kept_journal_forgets_nothing(tmp_path):
     fill(one, 2)
     one.next_step(wait=0)
     one.finish_step(1)
+    one.saved()
     one.covered()
     assert Journal(tmp_path, keep=True).ticket_ids() == [0, 1]
 
