@@ -1,5 +1,6 @@
 """DeepSpeed around a LoRA model: reading ds_config.json, building the engine, taking the adapter out of it."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +127,7 @@ def take_step(engine) -> str | None:
     """DeepSpeed's step; after the last micro-batch tells what came of it: TAKEN, SKIPPED or RESCALED.
 
     A gradient that is not finite moves neither weights nor optimizer state nor scheduler. DeepSpeed's own optimizers
-    see to that; the one of torch that ZeRO 0 leaves as it is in fp32 is given no gradient then.
+    see to that; the one of torch that ZeRO 0 leaves as it is in fp32 is kept from stepping here.
     """
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
@@ -135,18 +136,23 @@ def take_step(engine) -> str | None:
     can_fall = _scale_can_fall(scale)
     if hasattr(scale, "raise_error_at_min_scale"):
         scale.raise_error_at_min_scale = False  # at the least one the step is skipped like any other
-    if engine.optimizer is engine.basic_optimizer:
-        _check_gradient(engine.optimizer)
-    engine.step()
+    with _checked(engine.optimizer) if engine.optimizer is engine.basic_optimizer else contextlib.nullcontext():
+        engine.step()
     return TAKEN if engine.was_step_applied() else RESCALED if can_fall else SKIPPED
 
 
-def _check_gradient(optimizer: torch.optim.Optimizer) -> None:
+@contextlib.contextmanager
+def _checked(optimizer: torch.optim.Optimizer):
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)  # the same at every rank, for the gradients are
     optimizer._global_grad_norm, optimizer.overflow = norm, not norm.isfinite()  # where DeepSpeed looks for them
+    step = optimizer.step
     if optimizer.overflow:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.step = lambda *arguments, **settings: None
+    try:
+        yield
+    finally:
+        optimizer.step = step
 
 
 def _scale_can_fall(scale) -> bool:

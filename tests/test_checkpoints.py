@@ -5,8 +5,19 @@ import pickle
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from test_adapters import CONFIG
 
+from grpo.adapters import AdapterStore
 from grpo.checkpoints import _restricted_unpickler
+
+
+def publish_versions(folder, versions, run_id="run", kind="adapters"):
+    """Adapter versions of one small tensor; returns their store."""
+    store = AdapterStore(folder, kind)
+    for version in versions:
+        fields = {"run_id": run_id, "version": version, "lora": {}, "canary": []}
+        store.publish({"a.lora_A.weight": torch.full((2, 2), float(version))}, CONFIG, fields)
+    return store
 
 
 class Reduced:
