@@ -45,6 +45,11 @@ def read_ds_config(path: str, ranks: int) -> dict:
     for name in ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm"):
         if dict(flatten(config)).get(name) is False:
             raise ValueError(f"--ds_config {path} has {name} false, so a gradient of NaN would go unseen: leave it out")
+    if precision(config) == "float16" and not config.get("zero_optimization", {}).get("stage"):
+        raise ValueError(
+            f"--ds_config {path} has fp16 under ZeRO stage 0, where DeepSpeed divides gradients by a loss scale that "
+            "it has not applied: set the stage to 1, 2 or 3, or take bf16"
+        )
     if "optimizer" not in config:
         raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
     return config

@@ -124,6 +124,15 @@ CONFIGS = {
         '"optimizer": {}}',
         ["train_batch_size 6", "2 a micro-batch x 3 accumulation steps x 2 ranks are 12"],
     ),
+    "fp16 under stage 0": (
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": true}}',
+        ["fp16", "stage 0", "1, 2 or 3"],
+    ),
+    "an unseen gradient": (
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,'
+        '"bf16": {"check_grad_overflow": false}}',
+        ["bf16.check_grad_overflow"],
+    ),
     "no optimizer": ('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}', ["optimizer"]),
 }
 

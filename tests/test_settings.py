@@ -94,6 +94,7 @@ SCHEDULES = {
 }
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 PRECISIONS["fp16"] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+COMBINATIONS = [(stage, name) for stage in range(4) for name in PRECISIONS if (stage, name) != (0, "fp16")]
 
 
 def an_engine(path, stage, lr, precision, schedule=None, betas=(0.9, 0.99), clipping=1.0, seed=0):
@@ -115,8 +116,7 @@ def train(engine, steps):
     return rates
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, precision", COMBINATIONS)
 def test_the_files_rate_betas_and_clipping_hold_after_a_checkpoint(
     ranks, tmp_path, monkeypatch, stage, precision
 ):
@@ -149,7 +149,7 @@ def test_the_files_schedule_holds_after_a_checkpoint(ranks, tmp_path, stage, the
     again.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_changed_loss_scale_holds_and_an_unchanged_one_is_the_one_that_was_reached(
     ranks, tmp_path, monkeypatch, stage
 ):
@@ -161,4 +161,4 @@ def test_a_changed_loss_scale_holds_and_an_unchanged_one_is_the_one_that_was_rea
         again = an_engine(tmp_path, stage, 1e-2, "fp16")
         expected = scaler(again).cur_scale if new_scale else 2.0
         load_checkpoint(again, tmp_path / "c", newest_checkpoint(tmp_path / "c"), 1, new_scale)
-        assert scaler(again).cur_scale == expected and expected in (2.0, 16.0)
+        assert scaler(again).cur_scale == expected and expected == (16.0 if new_scale else 2.0)

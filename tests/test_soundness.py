@@ -10,7 +10,7 @@ from processes import LIMIT, engine_jobs
 from safetensors.torch import load_file
 from test_checkpoints import publish_versions
 from test_invariance import job, material  # noqa: F401  (a fixture)
-from test_settings import LINEAR, PRECISIONS, an_engine
+from test_settings import COMBINATIONS, LINEAR, PRECISIONS, an_engine
 
 from grpo.adapters import AdapterStore
 from grpo.batch import collate
@@ -61,8 +61,7 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, precision", COMBINATIONS)
 def test_a_step_that_is_not_finite_moves_neither_weights_nor_optimizer_nor_schedule(
     ranks, tmp_path, monkeypatch, stage, precision
 ):
@@ -99,7 +98,7 @@ def test_a_gradient_whose_norm_is_not_finite_is_not_stepped_on(ranks, tmp_path, 
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_of_fp16_is_told_and_does_not_end_a_run_while_the_scale_can_fall(
     ranks, tmp_path, monkeypatch, stage
 ):
