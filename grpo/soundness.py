@@ -33,7 +33,7 @@ class Outcome:
     """What became of one step, the same at every rank."""
 
     taken: bool  # the weights have moved
-    proven: bool  # all that was computed with the weights of the step before is finite
+    proven: bool  # all that was computed with the weights of the step before, the gradient too, is finite
     skipped: int  # optimizer steps that were not taken
     sentence: str = ""  # what to tell of it
 
@@ -74,7 +74,8 @@ class Watch:
         odd = torch.stack(self._odd).sum(0).tolist() if self._odd else [0] * len(WATCHED)
         names = [name for name, count in zip(WATCHED, ranks.add_up(odd), strict=True) if count]
         results, self._odd, self._results = self._results, [], []
-        outcome = Outcome(TAKEN in results, not names, sum(result != TAKEN for result in results))
+        proven = not names and SKIPPED not in results
+        outcome = Outcome(TAKEN in results, proven, sum(result != TAKEN for result in results))
         if outcome.taken:
             self.moved, self.in_a_row = step, 0
         elif names or SKIPPED in results:
