@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
+from test_checkpoints import publish_versions
 from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
 from grpo.batch import collate
 from grpo.engine import adapter_state, make_engine, precision, read_ds_config
+from grpo.held_out import HeldOut
 from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, draw_curve, group_metrics
@@ -192,6 +194,19 @@ def test_means_are_those_of_sums_over_counts():
 def test_the_terminal_curve_shows_first_and_last():
     text = draw_curve([0.0, 1.0, 2.0], "title", height=3)
     assert text.split("\n")[:4] == ["title", "   2.00 |  *", "        | * ", "   0.00 |*  "]
+
+
+def test_evaluations_that_a_crash_cut_short_are_due_whatever_step_the_run_resumes_from(tmp_path):
+    held_out = HeldOut(tmp_path, 3)
+    held_out.summaries = [{"version": 0}, {"version": 2}]
+    learner = Learner.__new__(Learner)
+    learner.store = publish_versions(tmp_path, range(8))
+    learner.source = SimpleNamespace(evaluate=held_out.start)
+    learner.steps_done = 5  # between versions 4, whose evaluation was under way, and 6, whose step is trained again
+    learner.args = SimpleNamespace(eval_steps=2, max_steps=7)
+    learner._evaluate_what_is_due()
+    assert held_out.pinned == {4, 6, 7}  # 7 is the last
+    assert [ticket.version for _ in range(3) for ticket in held_out.grant("s", 9)] == [4] * 3 + [6] * 3 + [7] * 3
 
 
 def test_a_signal_is_heard_at_once_a_second_one_ends_the_process_and_an_echo_does_not(monkeypatch, capfd):

@@ -380,6 +380,9 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     lines = (run.path / "completions.jsonl").read_text().split("\n")
     assert [json.loads(line)["step"] for line in lines if line] == [n for n in range(1, 7) for _ in range(16)]
     assert len(list((run.path / "journal").iterdir())) == 0
+    (run.path / "run.json").unlink()
+    refused = run.start_learner(workers)
+    assert refused.wait(LIMIT) != 0 and "choose another --save_path" in refused.output()
 
 
 @pytest.mark.slow
