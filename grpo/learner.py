@@ -41,7 +41,7 @@ from grpo.step_data import StepData, completion_mask, micro_batch
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
 CLAIM_SECONDS = 5.0  # how long port and folder are asked for
 SAME_SIGNAL_SECONDS = 1.0  # the terminal and the launcher both pass one Ctrl-C on
-ECHO_SECONDS = 10.0  # the launcher may be later than that, on a busy machine
+ECHO_SECONDS, LAUNCHER_ECHOES = 10.0, 3  # on a busy machine the launcher passes it on later, as several SIGTERMs
 
 
 class Learner:
@@ -126,6 +126,7 @@ class Learner:
         for i, batch in enumerate(data.micro_batches, 1):
             self._abandoned = self._abandoned or self.ranks.any(self._stop_signal is not None)
             if self._abandoned:
+                self._stop_signal = self._stop_signal or "stopped by a signal to another rank"
                 return
             self.engine.set_gradient_accumulation_boundary(i == len(data.micro_batches))
             yield batch.to(self.engine.device)
@@ -412,7 +413,7 @@ class Learner:
         )
 
     def _listen_to_signals(self) -> None:
-        first, echoes = None, int(self.ranks.launched)
+        first, echoes = None, LAUNCHER_ECHOES if self.ranks.launched else 0
 
         def stop(signum, frame):
             nonlocal first, echoes
@@ -424,7 +425,7 @@ class Learner:
                     say_at_once("stopping, saving; again ends at once")
             elif now - first > SAME_SIGNAL_SECONDS:
                 if signum == signal.SIGTERM and echoes and now - first < ECHO_SECONDS:
-                    echoes = 0
+                    echoes -= 1
                 else:
                     os._exit(128 + signum)  # a second one ends the process at once
 

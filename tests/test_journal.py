@@ -161,3 +161,19 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
         write_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
     assert json.dumps([path.name for path in tmp_path.glob("f*")]) == '["file"]'
+
+
+def test_groups_stay_until_the_checkpoint_that_covers_them_is_proven_also_after_a_restart(tmp_path):
+    one = collector(tmp_path, max_staleness=2)
+    fill(one, 6)
+    for version in (1, 2):
+        one.next_step(wait=0)
+        one.finish_step(version)
+        one.saved()
+    assert Journal(tmp_path, keep=False).ticket_ids() == [0, 1, 2, 3, 4, 5] and one.can_redo(0)
+    again = collector(tmp_path, max_staleness=2, steps_done=2, version=2)
+    assert Journal(tmp_path, keep=False).ticket_ids() == [0, 1, 2, 3, 4, 5] and again.can_redo(0)
+    assert [group.ticket_id for group in again.next_step(wait=0)] == [4, 5]
+    again.covered()
+    assert Journal(tmp_path, keep=False).ticket_ids() == [4, 5]
+    assert again.can_redo(2) and not again.can_redo(1)
