@@ -74,8 +74,9 @@ def update(learner: Learner, groups: list[Group], args: argparse.Namespace) -> M
                 batch.completion_mask,
                 **loss_settings(args, data, batch),
             )
-            learner.engine.backward(loss * data.loss_scale)
-            learner.engine.step()  # at the last micro-batch: pi_theta <- pi_theta - lr * gradient
+            sound = learner.watch.guarded(loss, logprobs, batch, metrics)
+            learner.engine.backward(sound * data.loss_scale)
+            learner.take_step()  # at the last micro-batch: pi_theta <- pi_theta - lr * gradient
             means.add(metrics | diagnostics(batch, data, loss, entropy))
     return means
 

@@ -83,6 +83,7 @@ def measure(count: int, groups: int, port: int) -> dict:
             if step == 0:  # the rest is measured: everybody is there
                 started, cpu = time.monotonic(), time.process_time()
             collector.finish_step(step + 1)
+            collector.saved()
             collector.covered()
             channel.wake()
         seconds, cpu = time.monotonic() - started, time.process_time() - cpu

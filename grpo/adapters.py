@@ -117,6 +117,48 @@ class AdapterStore:
             if version not in keep:
                 shutil.rmtree(self.folder(version))
 
+    def remove_from(self, first: int) -> None:
+        """Remove version `first` and all later ones; `latest` points at the newest that stays."""
+        versions = self.versions()
+        kept = [version for version in versions if version < first]
+        if self._kind == "adapters" and len(kept) < len(versions):
+            self._point_latest(kept[-1]) if kept else (self.path / "latest").unlink(missing_ok=True)
+        for version in reversed(versions[len(kept) :]):
+            shutil.rmtree(self.folder(version))
+
+    def repair(self) -> None:
+        """Point `latest` at the newest whole version, as a publishing that was killed did not; later ones are removed.
+
+        A version is whole unless the disk failed, since it is renamed into place; it is written again then.
+        """
+        for version in reversed(self.versions()):
+            try:
+                self.read(version)
+            except AdapterError as error:
+                print(f"{error}; it is removed, and published again")
+                shutil.rmtree(self.folder(version))
+                continue
+            if (self.path / "latest").resolve() != self.folder(version):
+                self._point_latest(version)
+            return
+
+    def check_owner(self, run_id: str | None, at_most: float) -> None:
+        """AdapterError where versions lie that are not of the run `run_id`, or are newer than `at_most`.
+
+        run_id: None where the folder has no run.json.
+        """
+        for version in self.versions():
+            try:
+                owner = json.loads((self.folder(version) / MANIFEST).read_text())["run_id"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # removed by halves when a learner was killed
+            if owner != run_id or version > at_most:
+                whose = f"run {owner}" if owner != run_id else f"a step that {self.path / 'tickets.jsonl'} lacks"
+                raise AdapterError(
+                    f"--save_path {self.path} holds version {version} in {self._kind}/, of {whose}, and samplers would "
+                    f"take it for this run's: move {self._kind}/ away, or choose another --save_path"
+                )
+
     def read(self, version: int) -> tuple[Manifest, LoraConfig, dict[str, torch.Tensor]]:
         """A version's manifest, PEFT config and tensors, with the weights checked against the manifest's hash."""
         folder = self.folder(version)

@@ -8,6 +8,7 @@ and the few DeepSpeed classes named here, and runs nothing.
 """
 
 import contextlib
+import copy
 import json
 import os
 import pickle
@@ -63,14 +64,30 @@ def save_checkpoint(engine, folder: Path, step: int, ranks: Ranks) -> None:
             shutil.rmtree(old)
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, oldest first."""
+    return sorted(int(path.parent.name.removeprefix("step")) for path in folder.glob(f"step*/{COMPLETE}"))
+
+
+def remove_checkpoints(folder: Path, first: int) -> None:
+    """Remove those of step `first` and later ones, the newest first."""
+    for step in reversed(checkpoint_steps(folder)):
+        if step >= first:
+            (folder / f"step{step:08d}" / COMPLETE).unlink()  # from here on it does not count
+            shutil.rmtree(folder / f"step{step:08d}")
+
+
 def newest_checkpoint(folder: Path) -> dict | None:
     """The facts of the newest complete checkpoint; None while there is none."""
     complete = sorted(folder.glob(f"step*/{COMPLETE}"))
     return json.loads(complete[-1].read_text()) if complete else None
 
 
-def load_checkpoint(engine, folder: Path, facts: dict, ranks: int) -> None:
-    """Put adapter, optimizer and scheduler back as they were.
+def load_checkpoint(engine, folder: Path, facts: dict, ranks: int, new_scale: bool = False) -> None:
+    """Put adapter and optimizer state back as they were, under the settings that `engine` was built with.
+
+    Learning rate, betas, clipping and so on are those of ds_config.json now, and its scheduler is where as many steps
+    of it lead. So is the loss scale with `new_scale`; otherwise it is the one that was reached.
 
     Raises:
         ValueError: it was written by another number of ranks or under another ZeRO stage, or cannot be read.
@@ -82,13 +99,35 @@ def load_checkpoint(engine, folder: Path, facts: dict, ranks: int) -> None:
             f"{facts['stage']}, this start has {ranks} under stage {stage}; start it as it was, or a new run elsewhere"
         )
     tag = f"step{facts['step']:08d}"
+    built = _built_with(engine, new_scale)
     try:
         with _restricted_unpickler():
-            path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=False)
+            path, _ = engine.load_checkpoint(
+                str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
+            )
     except (RuntimeError, OSError, KeyError, pickle.UnpicklingError) as error:
         raise ValueError(f"the checkpoint {folder / tag} cannot be read: {error}") from error
     if path is None:
         raise ValueError(f"the checkpoint {folder / tag} is incomplete: files of a rank are missing")
+    _restore(engine, *built)
+
+
+def _built_with(engine, new_scale: bool) -> tuple[list[dict], dict]:
+    """Each parameter group's settings, and the attributes that DeepSpeed's optimizers would take from a checkpoint."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups]
+    names = ["clip_grad", *(("loss_scaler", "dynamic_loss_scale", "loss_scale_config") if new_scale else ())]
+    own = vars(engine.optimizer)
+    return copy.deepcopy(groups), {name: copy.deepcopy(own[name]) for name in names if name in own}
+
+
+def _restore(engine, groups: list[dict], attributes: dict) -> None:
+    for group, settings in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    for name, value in attributes.items():
+        setattr(engine.optimizer, name, value)
+    if engine.lr_scheduler is not None:
+        for _ in range(engine.global_steps - engine.skipped_steps):  # all of them are functions of that number
+            engine.lr_scheduler.step()
 
 
 @contextlib.contextmanager

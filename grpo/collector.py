@@ -88,6 +88,7 @@ class Collector:
         self.sampler_settings: dict = {}  # flags of the first sampler that delivered
         self._groups: dict[int, Group] = {}
         self._trained: list[int] = []  # tickets that no checkpoint covers yet
+        self._saved: list[int] = []  # those that one covers whose weights are not proven yet (grpo/soundness.py)
         self._changed = threading.Condition()
         self.malformed = self.arrived = 0  # groups
         self._reported: set[str] = set()  # kinds of malformed groups
@@ -107,7 +108,8 @@ class Collector:
         finished = set(history.dropped).union(*(ids for step, ids in history.steps.items() if step <= steps_done))
         planned = [history.steps[step] for step in sorted(history.steps) if step > steps_done]
         here = set(self._journal.ticket_ids())
-        self._journal.forget(here & finished)
+        self._journal.forget(here & history.dropped.keys())
+        self._saved = sorted(here & finished - history.dropped.keys())
         for ticket_id in sorted(here - finished):
             self._restore_group(ticket_id)
         missing = [t for ids in planned for t in ids if t not in self._groups]
@@ -391,10 +393,19 @@ class Collector:
             self._book.finish_step(version)
             self._changed.notify_all()
 
-    def covered(self) -> None:
+    def saved(self) -> None:
         """A checkpoint holds everything that was trained so far."""
-        self._journal.forget(self._trained)
+        self._saved += self._trained
         self._trained = []
+
+    def covered(self) -> None:
+        """The newest checkpoint is good to resume from: what it holds is not trained again."""
+        self._journal.forget(self._saved)
+        self._saved = []
+
+    def can_redo(self, step: int) -> bool:
+        """Whether the groups of all steps after `step` are still there."""
+        return self._journal.holds_since(step)
 
     def evaluate(self, version: int) -> None:
         """Have the held-out questions answered by a version, beside the training."""

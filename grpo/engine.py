@@ -1,5 +1,6 @@
 """DeepSpeed around a LoRA model: reading ds_config.json, building the engine, taking the adapter out of it."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from peft import LoraConfig, TaskType, get_peft_model_state_dict
 from grpo.adapters import AdapterError, copy_into
 from grpo.models import DTYPES, add_lora
 from grpo.reference import load_init_adapter
+
+TAKEN, SKIPPED, RESCALED = "taken", "skipped", "rescaled"  # what comes of an optimizer step
 
 
 def read_ds_config(path: str, ranks: int) -> dict:
@@ -39,6 +42,14 @@ def read_ds_config(path: str, ranks: int) -> dict:
     automatic = sorted(name for name, value in flatten(config) if value == "auto")
     if automatic:
         raise ValueError(f'--ds_config {path} has "auto" for {automatic[0]}; give a number')
+    for name in ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm"):
+        if dict(flatten(config)).get(name) is False:
+            raise ValueError(f"--ds_config {path} has {name} false, so a gradient of NaN would go unseen: leave it out")
+    if precision(config) == "float16" and not config.get("zero_optimization", {}).get("stage"):
+        raise ValueError(
+            f"--ds_config {path} has fp16 under ZeRO stage 0, where DeepSpeed divides gradients by a loss scale that "
+            "it has not applied: set the stage to 1, 2 or 3, or take bf16"
+        )
     if "optimizer" not in config:
         raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
     return config
@@ -79,7 +90,10 @@ def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tupl
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+    except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:  # how it refuses an entry
+        raise ValueError(f"DeepSpeed refuses --ds_config {args.ds_config}: {error!r:.300}") from error
     return engine, dtype
 
 
@@ -112,6 +126,50 @@ def precision(ds_config: dict) -> str:
         if ds_config.get(name, {}).get("enabled"):
             return dtype
     return "float32"
+
+
+def take_step(engine) -> str | None:
+    """DeepSpeed's step; after the last micro-batch tells what came of it: TAKEN, SKIPPED or RESCALED.
+
+    A gradient that is not finite moves neither weights nor optimizer state nor scheduler. DeepSpeed's own optimizers
+    see to that; the one of torch that ZeRO 0 leaves as it is in fp32 is kept from stepping here.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return None
+    scale = scaler(engine)
+    can_fall = _scale_can_fall(scale)
+    if hasattr(scale, "raise_error_at_min_scale"):
+        scale.raise_error_at_min_scale = False  # at the least one the step is skipped like any other
+    with _checked(engine.optimizer) if engine.optimizer is engine.basic_optimizer else contextlib.nullcontext():
+        engine.step()
+    return TAKEN if engine.was_step_applied() else RESCALED if can_fall else SKIPPED
+
+
+@contextlib.contextmanager
+def _checked(optimizer: torch.optim.Optimizer):
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)  # the same at every rank, for the gradients are
+    optimizer._global_grad_norm, optimizer.overflow = norm, not norm.isfinite()  # where DeepSpeed looks for them
+    step = optimizer.step
+    if optimizer.overflow:
+        optimizer.step = lambda *arguments, **settings: None
+    try:
+        yield
+    finally:
+        optimizer.step = step
+
+
+def _scale_can_fall(scale) -> bool:
+    """Whether an overflow lowers the loss scale of fp16, so that the next step may fit."""
+    dynamic = getattr(scale, "dynamic", False) or getattr(scale, "dynamic_loss_scale", False)
+    least = getattr(scale, "min_scale", None) or getattr(scale, "min_loss_scale", None)
+    return bool(dynamic) and scale.cur_scale > least
+
+
+def scaler(engine):
+    """What holds the loss scale of fp16 as `cur_scale`; None where there is none."""
+    return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
 
 
 def adapter_state(engine) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo.clock import awake
 from grpo.evaluation import RECORD, one_line, summarize
-from grpo.files import append_line, read_lines
+from grpo.files import append_line, read_lines, write_file
 from grpo.json_lines import to_json
 from grpo.tickets import Ticket
 
@@ -139,6 +139,15 @@ class HeldOut:
 def read_evaluations(folder: Path, mend: bool = False) -> list[dict]:
     """The summaries in a run's folder, in the order of their end; `mend` as in grpo/files.py."""
     return [json.loads(line) for line in read_lines(folder / "evaluations.jsonl", mend)]
+
+
+def forget_evaluations(folder: Path, first: int) -> None:
+    """Remove the summaries of version `first` and later ones, whose weights are gone."""
+    summaries = read_evaluations(folder)
+    kept = [summary for summary in summaries if summary["version"] < first]
+    if len(kept) < len(summaries):
+        lines = "".join(to_json(summary) + "\n" for summary in kept)
+        write_file(folder / "evaluations.jsonl", lines.encode())
 
 
 def read_record(blob: bytes) -> dict:

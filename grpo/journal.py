@@ -50,6 +50,11 @@ class Journal:
         """All tickets whose groups are here."""
         return ticket_ids(self._save_path)
 
+    def holds_since(self, step: int) -> bool:
+        """Whether the groups of all steps after `step` are here."""
+        here, history = set(self.ticket_ids()), read_history(self._save_path)
+        return all(here.issuperset(ids) for number, ids in history.steps.items() if number > step)
+
     def forget(self, ticket_ids: Iterable[int]) -> None:
         """These groups are not needed to go on after a crash."""
         if not self._keep:

@@ -3,6 +3,7 @@
 Every rank builds a Learner and walks through `steps` together; rank 0 alone has the channel and writes files.
 """
 
+import copy
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch
 from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
-from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from grpo.checkpoints import checkpoint_steps, load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.clock import awake
 from grpo.collector import Collector
 from grpo.engine import groups_per_step, make_engine, read_ds_config
@@ -32,15 +33,19 @@ from grpo.model_card import curve_rows, model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.plan import imbalance, make_plan
 from grpo.publisher import Publisher
-from grpo.ranks import STEP, STOP, Ranks
+from grpo.ranks import STEP, STOP, Ranks, say_at_once
 from grpo.reference import References
 from grpo.replay import Replay
 from grpo.rollout import Group, pack, unpack
+from grpo.run_folder import check_folder
+from grpo.settings import changes, check_same_run, fixed_entries, settings_that_hold
+from grpo.soundness import NotFinite, Watch, go_back
 from grpo.step_data import StepData, completion_mask, micro_batch
 
 POLL_SECONDS = 1.0  # how often rank 0 gives the other ranks a sign of life
 CLAIM_SECONDS = 5.0  # how long port and folder are asked for
 SAME_SIGNAL_SECONDS = 1.0  # the terminal and the launcher both pass one Ctrl-C on
+ECHO_SECONDS, LAUNCHER_ECHOES = 10.0, 3  # on a busy machine the launcher passes it on later, as several SIGTERMs
 
 
 class Learner:
@@ -53,7 +58,8 @@ class Learner:
         self.channel = self.source = self.logbook = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
         self._stop_signal: str | None = None
-        self._failure: ChannelError | None = None
+        self._failure: ChannelError | NotFinite | None = None
+        self._abandoned = False  # the step under way, for a signal
         self._listen_to_signals()
         torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
         model = load_model(args.model_path)
@@ -61,12 +67,13 @@ class Learner:
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
         config = read_ds_config(args.ds_config, self.ranks.size)
-        self._settings = vars(args) | {"ds_config": dict(config)}
+        self._settings = vars(args) | {"ds_config": copy.deepcopy(config)}  # DeepSpeed takes entries out of its own
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self.engine, self.dtype = make_engine(model, args, config, references.start())
         self.publisher = Publisher(self.engine, self.store, references, self.ranks, args, self.vocab_size)
         self._start_or_resume(fingerprints)
+        self.watch = Watch(self.steps_done)
         self.publish()
         self._on_rank_zero(lambda: self._open(needs_reference))
 
@@ -75,7 +82,7 @@ class Learner:
     def steps(self) -> Iterator[list[Group]]:
         """The groups of each step, the same at every rank, until --max_steps or a signal."""
         self._last_record = time.monotonic()
-        while not 0 < self.args.max_steps <= self.steps_done:
+        while not (0 < self.args.max_steps <= self.steps_done or self._abandoned or self._failure):
             waited = time.monotonic()
             groups = self._wait_for_groups() if self.ranks.rank == 0 else self._follow()
             if groups is None:
@@ -115,35 +122,67 @@ class Learner:
         )
 
     def micro_batches(self, data: StepData) -> Iterator[Batch]:
-        """Each micro-batch in turn; the engine steps after the last."""
+        """Each micro-batch in turn; the engine steps after the last.
+
+        After a signal there are no more of them, at any rank: DeepSpeed's launcher kills what is still there 30 seconds
+        later. The groups are in the journal, so a resumed run trains on them again.
+        """
         for i, batch in enumerate(data.micro_batches, 1):
+            self._abandoned = self._abandoned or self.ranks.any(self._stop_signal is not None)
+            if self._abandoned:
+                self._stop_signal = self._stop_signal or "stopped by a signal to another rank"
+                return
             self.engine.set_gradient_accumulation_boundary(i == len(data.micro_batches))
             yield batch.to(self.engine.device)
 
+    def take_step(self) -> None:
+        """DeepSpeed's step, which moves the weights after the last micro-batch if all numbers are finite."""
+        self.watch.step(self.engine)
+
     def finish_step(self, groups: list[Group], means: Means) -> None:
-        """Publish, save, make room for new tickets, log."""
+        """Publish, save, make room for new tickets, log; nothing of a step that a signal cut short."""
+        if self._abandoned:
+            return
+        outcome = self.watch.finish(self.steps_done + 1, self.ranks)
         self.steps_done += 1
         trained = time.monotonic()
         last = self.steps_done == self.args.max_steps
         published = last or self.steps_done % self.args.publish_steps == 0
-        if published:
-            self.publish()
+        if self.logbook and outcome.sentence:
+            print(outcome.sentence, flush=True)
+        try:
+            self.watch.check(outcome, self.steps_done, self.engine.get_lr()[0])
+            if published:
+                self.publish()
+        except NotFinite as error:  # at every rank; what can be saved is before it is raised
+            self._failure = error
+            return
         if self.source:
+            if outcome.proven:
+                self.source.covered()
             self._evaluate_if_due(last)
             self.source.finish_step(self.version if published else None)
         if self.channel:
             self.channel.wake()
         averages = means.over_ranks(self.ranks)
         if self.logbook:
-            record = self._record(groups, averages, trained)
+            record = self._record(groups, averages, trained) | {"skipped_steps": float(outcome.skipped)}
             self.logbook.step(self.steps_done, groups, self._advantages, record, self.source.evaluations)
         if last or self.steps_done % self.args.save_steps == 0:
             self.save()  # last: what a checkpoint covers is not done again, so its records must be there
+        self._prune()
 
     def _evaluate_if_due(self, last: bool = False) -> None:
         every = self.args.eval_steps
         if every and (last or self.steps_done % every == 0):
             self.source.evaluate(self.version)
+
+    def _evaluate_what_is_due(self) -> None:
+        """At the start: the versions on disk that are due, those whose evaluation a crash cut short among them."""
+        every, last = self.args.eval_steps, self.args.max_steps
+        for version in self.store.versions() if every else ():
+            if version % every == 0 or version == last:
+                self.source.evaluate(version)  # which does nothing if it is evaluated already
 
     def publish(self) -> None:
         """Write the engine's present adapter as version `steps_done`; every rank takes part.
@@ -151,8 +190,12 @@ class Learner:
         A step that is trained again after a crash leaves the version that it published before as it is.
         """
         self.version = self.steps_done
-        pinned = self.source.pinned if self.source else set()
-        self.publisher.publish(self.version, pinned, self._card)
+        self.publisher.publish(self.version, self._card)
+
+    def _prune(self) -> None:
+        """Remove old versions, unless the weights of the newest ones are in doubt."""
+        if self.source and not self.watch.in_a_row:
+            self.publisher.prune(self.source.pinned, checkpoint_steps(self._checkpoints))
 
     def _card(self) -> str:
         """The README.md of the version that is published, empty where that fails."""
@@ -177,29 +220,45 @@ class Learner:
         )
 
     def save(self) -> None:
-        """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part."""
+        """Write a checkpoint of the optimizer and adapter, without the frozen base; every rank takes part.
+
+        None while the weights are in doubt or a step is half done: the last one and the journal lead here too.
+        """
+        if self.watch.in_a_row or self.watch.begun or self._saved == self.steps_done:
+            return
         save_checkpoint(self.engine, self._checkpoints, self.steps_done, self.ranks)
         self._saved = self.steps_done
         if self.source:
-            self.source.covered()
+            self.source.saved()
 
     def close(self) -> None:
         """Save, tell the samplers that the run is over, leave; raises what ended the run if it was a failure."""
-        if self._saved != self.steps_done:
+        if not isinstance(self._failure, NotFinite):
             self.save()
         if self.source:
             if self.channel:
                 self._finish_evaluations()
             reached = 0 < self.args.max_steps <= self.steps_done
+            if reached and not self._failure:
+                self.source.covered()
             ended = f"--max_steps {self.args.max_steps} reached" if reached else "all steps are replayed"
             reason = self._failure or self._stop_signal or ended
             if self.channel:
                 self.channel.stop_samplers(str(reason))
                 self.channel.close()
+            if isinstance(self._failure, NotFinite):
+                self._go_back()
             self._end_logbook(str(reason))
         self.ranks.close()
         if self._failure:
             raise self._failure
+
+    def _go_back(self) -> None:
+        """Remove what the last step that moved the weights made, so that the next start does not build on it."""
+        suspect = self.watch.moved
+        start = go_back(self.store, self._checkpoints, suspect, self.source.can_redo)
+        if start is not None:
+            print(f"versions and checkpoints from step {suspect} on are removed; the run resumes from step {start}")
 
     def _end_logbook(self, reason: str) -> None:
         self.logbook.sampler_settings = self.source.sampler_settings
@@ -258,6 +317,8 @@ class Learner:
                     raise
                 time.sleep(0.2)
         run = self.store.read_run()
+        check_folder(self.store, run, replays=bool(self.args.replay or (run and run.get("replay"))))
+        self.store.repair()
         if run and self.args.resume == "never":
             raise ValueError(
                 f"--save_path {self.store.path} holds run {run.get('run_id')} already; leave --resume never out to go "
@@ -281,13 +342,19 @@ class Learner:
             "lora": list(self.publisher.lora.values()),
             "reference": self.publisher.references.facts,
             "temperature": self.args.temperature,
+            "replay": self.args.replay and (AdapterStore(self.args.replay).read_run() or {}).get("run_id"),
+            "precision": self.dtype,
+            "stage": self.engine.zero_optimization_stage(),
+            "ds_config": fixed_entries(self._settings["ds_config"]),
         }
+        held = settings_that_hold(vars(self.args), self._settings["ds_config"], self._loss)
         decision: dict = {}
 
         def decide():
             run = self.store.read_run() or {"run_id": uuid.uuid4().hex} | facts
             check_same_run(run, facts, self.store.path)
-            run |= {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
+            decision["changes"] = changes(run.get("settings", held), held)
+            run |= facts | {"protocol": PROTOCOL_VERSION, "model_path": self.args.model_path}
             run |= {"save_path": str(self.store.path), "evaluates": self.args.eval_steps > 0}
             self.store.write_run(run)
             published = max(self.store.versions(), default=-1)
@@ -299,7 +366,8 @@ class Learner:
         self.run, self.publisher.newest, self.steps_done = decision["run"], decision["published"], 0
         self.publisher.run_id = self.run["run_id"]
         if decision["checkpoint"]:
-            load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size)
+            new_scale = any(change.startswith("fp16.") for change in decision["changes"])
+            load_checkpoint(self.engine, self._checkpoints, decision["checkpoint"], self.ranks.size, new_scale)
             self.steps_done = decision["checkpoint"]["step"]
         self._saved = self.steps_done
         if self.publisher.newest >= 0 and self.ranks.rank == 0:
@@ -307,6 +375,11 @@ class Learner:
                 f"learner: going on with run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
                 f"its newest adapter is version {self.publisher.newest}"
             )
+            if decision["changes"]:
+                print(f"learner: {', '.join(decision['changes'])} from step {self.steps_done + 1} on", flush=True)
+        if self.ranks.rank == 0:  # last, so that a start that fails does not count as the one that changed them
+            self.run["settings"] = held
+            self.store.write_run(self.run)
 
     def _open(self, needs_reference: bool) -> None:
         """Rank 0: where groups come from, and where records go."""
@@ -346,7 +419,7 @@ class Learner:
             held_out=HeldOut(self.store.path, args.eval_limit) if args.eval_steps else None,
             resample=args.resample_zero_groups,
         )
-        self._evaluate_if_due()
+        self._evaluate_what_is_due()
         self.channel.start(self.source)
         print(
             f"learner: run {self.run['run_id'][:8]} in {self.store.path}, {self.ranks.size} ranks, {self.dtype}, "
@@ -356,14 +429,21 @@ class Learner:
         )
 
     def _listen_to_signals(self) -> None:
-        first = None
+        first, echoes = None, LAUNCHER_ECHOES if self.ranks.launched else 0
 
         def stop(signum, frame):
-            nonlocal first
-            first = first or time.monotonic()
-            if time.monotonic() - first > SAME_SIGNAL_SECONDS:
-                os._exit(128 + signum)  # a second one ends the process at once
-            self._stop_signal = f"stopped by {signal.Signals(signum).name}"
+            nonlocal first, echoes
+            now = time.monotonic()
+            if first is None:
+                first = now
+                self._stop_signal = f"stopped by {signal.Signals(signum).name}"
+                if self.ranks.rank == 0:
+                    say_at_once("stopping, saving; again ends at once")
+            elif now - first > SAME_SIGNAL_SECONDS:
+                if signum == signal.SIGTERM and echoes and now - first < ECHO_SECONDS:
+                    echoes -= 1
+                else:
+                    os._exit(128 + signum)  # a second one ends the process at once
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
@@ -465,26 +545,3 @@ class Learner:
         if self.source.stale_length is not None:
             record["groups/stale_mean_length"] = self.source.stale_length
         return record | {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
-
-
-NEW_FACTS = {"reference": [None, 0, None]}  # of a run.json that lacks them
-
-
-def check_same_run(run: dict, facts: dict, folder: Path) -> None:
-    """ValueError where a run in `folder` was started with other facts than this learner."""
-    flags = {
-        "model": "--model_path",
-        "tokenizer": "--model_path",
-        "seed": "--seed",
-        "group_size": "--group_size",
-        "groups_per_step": "the batch sizes in --ds_config, or the number of ranks",
-        "lora": "--lora_rank, --lora_alpha, --lora_targets or --init_adapter",
-        "reference": "--init_adapter, --ref_sync_steps or --ref_mixup_alpha",
-        "temperature": "--temperature",
-    }
-    for name, flag in flags.items():
-        if run.get(name, NEW_FACTS.get(name)) != facts[name]:
-            raise ValueError(
-                f"the run in {folder} has {name} {run.get(name)!r:.60}, this start has {facts[name]!r:.60}; change "
-                f"{flag} back to go on with it, or choose another --save_path for a new run"
-            )

@@ -4,8 +4,10 @@ The step's parts are shared out so that every rank has equally many micro-batche
 backward pass, and nearly equal work. Deterministic: every rank computes the same plan.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -21,12 +23,12 @@ class Part:
     rows: range
     counts: bool = True  # False: it only keeps a rank company that has nothing to do
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """What the model has to run over: the prompt once, and the completions."""
         return len(self.group.prompt_ids) + int(self.group.lengths[self.rows.start : self.rows.stop].sum())
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest of these completions."""
         return int(self.group.lengths[self.rows.start : self.rows.stop].max())
@@ -89,19 +91,23 @@ def _by_tokens(parts: list[Part], ranks: int, max_tokens: int) -> list[list[Part
 
 
 def _fill(parts: list[Part], limit: int) -> list[list[Part]]:
+    """Micro-batches of at most `limit` tokens if all completions of one were as long as its longest.
+
+    `parts` come with the longest first; each prompt of a micro-batch counts once.
+    """
     bins: list[list[Part]] = []
+    prompts: dict[int, int] = {}  # of the last micro-batch: its groups' prompt lengths, their sum, its completions
+    prompt_tokens = rows = 0
     for part in parts:
-        if bins and _padded([*bins[-1], part]) <= limit:
+        length = 0 if id(part.group) in prompts else len(part.group.prompt_ids)
+        if bins and prompt_tokens + length + (rows + len(part.rows)) * bins[-1][0].longest <= limit:
             bins[-1].append(part)
         else:
             bins.append([part])
+            prompts, prompt_tokens, rows, length = {}, 0, 0, len(part.group.prompt_ids)
+        prompts[id(part.group)] = length
+        prompt_tokens, rows = prompt_tokens + length, rows + len(part.rows)
     return bins
-
-
-def _padded(parts: list[Part]) -> int:
-    """Tokens of a micro-batch if all completions were as long as the longest; each prompt counts once."""
-    prompts = {id(part.group): len(part.group.prompt_ids) for part in parts}
-    return sum(prompts.values()) + sum(len(part.rows) for part in parts) * max(part.longest for part in parts)
 
 
 def imbalance(plan: list[list[list[Part]]]) -> float:
@@ -118,11 +124,12 @@ def deal(costs: list[int], slots: int, room: int) -> list[list[int]]:
     """
     assert len(costs) <= room * slots, f"{len(costs)} items in {slots} slots of {room}"
     shares: list[list[int]] = [[] for _ in range(slots)]
-    loads = [0] * slots
+    lightest = [(0, slot) for slot in range(slots)]  # heap of (load, slot), those with room
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        slot = min((s for s in range(slots) if len(shares[s]) < room), key=lambda s: (loads[s], s))
+        load, slot = heapq.heappop(lightest)
         shares[slot].append(i)
-        loads[slot] += costs[i]
+        if len(shares[slot]) < room:
+            heapq.heappush(lightest, (load + costs[i], slot))
     return [sorted(share) for share in shares]
 
 

@@ -9,6 +9,7 @@ from grpo.engine import adapter_state
 from grpo.logprobs import completion_logprobs
 from grpo.policy import canary_batch
 from grpo.reference import References
+from grpo.soundness import NotFinite
 
 
 class Publisher:
@@ -30,20 +31,28 @@ class Publisher:
             targets = ",".join(sorted(targets))
         return {"rank": config.r, "alpha": config.lora_alpha, "targets": targets}
 
-    def publish(self, version: int, pinned: set[int], card: Callable[[], str]) -> None:
-        """Write the present adapter as `version`, unless it is there from before a crash, and remove old versions.
+    def publish(self, version: int, card: Callable[[], str]) -> None:
+        """Write the present adapter as `version`, unless it is there from before a crash.
 
-        `pinned` versions stay, and those of checkpoints; `card` gives the version's README.md.
+        `card` gives the version's README.md.
+
+        Raises:
+            NotFinite: at every rank, if the adapter or the log-probs that it gives are not.
         """
         if version <= self.newest:
             return
         batch = canary_batch(self._vocab_size).to(self._engine.device)
         with torch.no_grad():
-            canary = completion_logprobs(self._engine.module, batch, self._args.temperature)[0].flatten().tolist()
+            canary = completion_logprobs(self._engine.module, batch, self._args.temperature)[0].flatten()
         state = adapter_state(self._engine)
+        if self._ranks.any(not all(bool(tensor.isfinite().all()) for tensor in (canary, *state.values()))):
+            rate = self._engine.get_lr()[0]
+            raise NotFinite(
+                f"step {version} made an adapter whose log-probs are not finite: the learning rate {rate:g} is too "
+                "high; lower lr in --ds_config and start the same command again"
+            )
         if self._ranks.rank == 0:
-            self._write(version, state, canary, card)
-            self._prune(version, pinned)
+            self._write(version, state, canary.tolist(), card)
         self.newest = version
 
     def _write(self, version: int, state: dict[str, torch.Tensor], canary: list[float], card) -> None:
@@ -52,8 +61,7 @@ class Publisher:
         self.references.renew(version, state, config, fields)
         self._store.publish(state, config, fields | {"reference": self.references.of(version)}, card())
 
-    def _prune(self, version: int, pinned: set[int]) -> None:
-        newest = self._args.max_staleness + 2
-        checkpoints = range(0, version + 1, self._args.save_steps)
-        self._store.prune(keep_newest=newest, keep=pinned | set(checkpoints))
-        self.references.prune(self._store.versions()[-newest:])
+    def prune(self, pinned: set[int], checkpoints: list[int]) -> None:
+        """At rank 0: keep the newest versions, the `pinned` ones and those of `checkpoints`, with their references."""
+        self._store.prune(keep_newest=self._args.max_staleness + 2, keep=pinned | set(checkpoints))
+        self.references.prune(self._store.versions())

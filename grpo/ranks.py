@@ -32,7 +32,7 @@ class Ranks:
 
     def __init__(self, timeout: float):
         _single_process_defaults()
-        _follow_launchers()
+        self.launched = _follow_launchers()  # by DeepSpeed's launcher, which passes signals on
         if get_accelerator().device_name() == "cpu":
             # Without this DeepSpeed compiles a shared-memory extension at the first start, which takes a minute and
             # a C++ compiler; adapters are small enough for gloo.
@@ -63,23 +63,38 @@ class Ranks:
     def add_up(self, values: list[float]) -> list[float]:
         """Elementwise sums over ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self._words)
+        try:
+            dist.all_reduce(total, group=self._words)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
         return total.tolist()
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is true at any rank."""
+        return mine if self.size == 1 else self.add_up([float(mine)])[0] > 0
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
 
-def _follow_launchers() -> None:
+def say_at_once(sentence: str) -> None:
+    """Print from a signal's handler, where `print` may be under way already; over the live line, if there is one."""
+    live = sys.__stdout__.isatty() or os.environ.get("GRPO_TERMINAL", "").isdigit()
+    os.write(1, (f"\x1b[2K\r{sentence}\n" if live else f"{sentence}\n").encode())
+
+
+def _follow_launchers() -> bool:
     """End when DeepSpeed's launcher is killed: a rank that outlives it would hold port and folder for nobody.
+
+    Returns whether there is a launcher.
 
     A signal to the whole group takes the launcher too, yet then this rank has heard it and saves its work first. The
     wakeup descriptor tells so at once, even while the main thread is deep in a forward pass.
     """
     launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
     if not launchers:
-        return
+        return False
     heard, bell = os.pipe()  # open for as long as this process may get a signal
     os.set_blocking(bell, False)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
@@ -92,6 +107,7 @@ def _follow_launchers() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    return True
 
 
 def _is_launcher(process: psutil.Process) -> bool:

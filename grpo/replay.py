@@ -71,5 +71,11 @@ class Replay:
         """A step is trained."""
         self._steps_done += 1
 
-    def covered(self) -> None:
+    def saved(self) -> None:
         """A checkpoint was written; the groups belong to the run that is replayed, so they stay."""
+
+    covered = saved
+
+    def can_redo(self, step: int) -> bool:
+        """Whether the groups of all steps after `step` are there."""
+        return True

@@ -2,11 +2,12 @@
 
     deepspeed --num_gpus 2 tests/engine_jobs.py JOBS.json
 
-A job is {"flags": flags of training_worker.py, "groups": folder of packed groups, "loss": name in utils.py}. It
-leaves the adapters and losses.json in its --save_path. test_invariance.py cuts the same groups in many ways and
-compares.
+A job is {"flags": flags of training_worker.py, "groups": folder of packed groups, "loss": name in utils.py}, and
+{"spoiled": {"step": n, "rank": r}} where the loss is NaN once. It leaves the adapters and losses.json in its
+--save_path. test_invariance.py cuts the same groups in many ways and compares, test_soundness.py spoils.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -38,8 +39,14 @@ def run(job: dict) -> None:
     learner._max_new_tokens = job["max_new_tokens"]
     groups = [unpack(path.read_bytes()) for path in sorted(Path(job["groups"]).glob("*.group"))]
     losses = []
-    for _ in range(args.max_steps):
+    for step in range(args.max_steps):
+        training_worker.LOSS = getattr(utils, job["loss"])
+        if job.get("spoiled") == {"step": step, "rank": learner.ranks.rank}:
+            training_worker.LOSS = spoiled(training_worker.LOSS)
         means = training_worker.update(learner, groups, args).over_ranks(learner.ranks)
+        outcome = learner.watch.finish(step + 1, learner.ranks)
+        if outcome.sentence and learner.ranks.rank == 0:
+            print(outcome.sentence, flush=True)
         losses.append(means | {"dtype": learner.dtype})
         learner.steps_done += 1
         learner.publish()
@@ -47,6 +54,17 @@ def run(job: dict) -> None:
         Path(args.save_path, "losses.json").write_text(json.dumps(losses))
         learner.channel.close()
     learner.engine.destroy()
+
+
+def spoiled(loss):
+    """The loss, NaN with a gradient that is finite."""
+
+    @functools.wraps(loss)
+    def call(*arguments, **settings):
+        value, metrics = loss(*arguments, **settings)
+        return value + float("nan"), metrics
+
+    return call
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def half_an_event(file, line: bytes) -> None:
 
 
 def half_pruned(store: AdapterStore, keep_newest: int, keep: set[int]) -> None:
-    """The oldest version that may go has lost its first file."""
-    oldest = min(version for version in store.versions() if version not in keep)
-    (store.folder(oldest) / "manifest.json").unlink()
+    """The oldest version that may go, if there is one, has lost its first file."""
+    for version in [version for version in store.versions()[:-keep_newest] if version not in keep][:1]:
+        (store.folder(version) / "manifest.json").unlink()
 
 
 POINTS = {
@@ -43,6 +43,7 @@ POINTS = {
     "step trained": (AdapterStore, "publish", None),
     "publishing": (adapters.os, "rename", None),
     "renamed": (AdapterStore, "_point_latest", None),
+    "last renamed": (AdapterStore, "_point_latest", None),  # the version of --max_steps
     "published": (AdapterStore, "publish", "call"),
     "pruning": (AdapterStore, "prune", half_pruned),
     "reference written": (References, "renew", "call"),
@@ -76,10 +77,11 @@ def arm(name: str, count: int) -> None:
     """Replace the function at this point by one that kills the process when it is called the count-th time."""
     owner, attribute, action = POINTS[name]
     original, left = getattr(owner, attribute), count
+    last = int(sys.argv[sys.argv.index("--max_steps") + 1])
 
     def call(*arguments, **settings):
         nonlocal left
-        left -= 1
+        left -= name != "last renamed" or arguments[1] == last
         if left:
             return original(*arguments, **settings)
         if action == "call":

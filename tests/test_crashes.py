@@ -19,7 +19,8 @@ from grpo.metrics import read_metrics
 
 KILLS = """group half written:3, group unacknowledged:2, event half written:2, step noted:1, step trained:2,
 publishing:1, reference written:3, renamed:1, published:2, pruning:1, checkpoint half written:1,
-checkpoint not complete:1, checkpoint complete:1, before the record:2, after the record:2""".replace("\n", " ")
+checkpoint not complete:1, checkpoint complete:1, before the record:2, after the record:2,
+last renamed:1""".replace("\n", " ")
 
 VICTIMS = ["sampler"] * 13 + ["rank 0"] * 2 + ["rank 1"] * 2 + ["launcher"] * 3
 
@@ -57,7 +58,7 @@ def test_a_learner_killed_at_every_dangerous_point_goes_on_to_the_same_bit(tmp_p
     assert trainer.wait(LIMIT) == 0, trainer.output()[-4000:]
     assert actor.wait(LIMIT) == 0, actor.output()[-4000:]
     codes = re.findall(r"--- (.*): (-?\d+)", trainer.output())
-    assert [(name, code) for name, code in codes if code != "-9"] == [("None", "0")] and len(codes) == 16
+    assert [(name, code) for name, code in codes if code != "-9"] == [("None", "0")] and len(codes) == 17
     check(disturbed, undisturbed, steps)
 
 

@@ -52,6 +52,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_groups_in_the_
         one.next_step(wait=0)
         one.finish_step(version)
         if version == 1:
+            one.saved()
             one.covered()
     assert Journal(tmp_path, keep=False).ticket_ids() == [2, 3, 4, 5]
     again = collector(tmp_path, max_staleness=2, steps_done=1, version=2)
@@ -135,6 +136,7 @@ def test_a_kept_journal_forgets_nothing(tmp_path):
     fill(one, 2)
     one.next_step(wait=0)
     one.finish_step(1)
+    one.saved()
     one.covered()
     assert Journal(tmp_path, keep=True).ticket_ids() == [0, 1]
 
@@ -162,3 +164,19 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
         write_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
     assert json.dumps([path.name for path in tmp_path.glob("f*")]) == '["file"]'
+
+
+def test_groups_stay_until_the_checkpoint_that_covers_them_is_proven_also_after_a_restart(tmp_path):
+    one = collector(tmp_path, max_staleness=2)
+    fill(one, 6)
+    for version in (1, 2):
+        one.next_step(wait=0)
+        one.finish_step(version)
+        one.saved()
+    assert Journal(tmp_path, keep=False).ticket_ids() == [0, 1, 2, 3, 4, 5] and one.can_redo(0)
+    again = collector(tmp_path, max_staleness=2, steps_done=2, version=2)
+    assert Journal(tmp_path, keep=False).ticket_ids() == [0, 1, 2, 3, 4, 5] and again.can_redo(0)
+    assert [group.ticket_id for group in again.next_step(wait=0)] == [4, 5]
+    again.covered()
+    assert Journal(tmp_path, keep=False).ticket_ids() == [4, 5]
+    assert again.can_redo(2) and not again.can_redo(1)

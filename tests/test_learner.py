@@ -4,31 +4,22 @@ import argparse
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
+from test_checkpoints import publish_versions
 from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
 from grpo.batch import collate
 from grpo.engine import adapter_state, make_engine, precision, read_ds_config
+from grpo.held_out import HeldOut
 from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
-from grpo.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """A process group of one."""
-    before = dict(os.environ)
-    group = Ranks(timeout=60)
-    yield group
-    group.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def arguments(**changes) -> argparse.Namespace:
@@ -135,6 +126,15 @@ CONFIGS = {
         '"optimizer": {}}',
         ["train_batch_size 6", "2 a micro-batch x 3 accumulation steps x 2 ranks are 12"],
     ),
+    "fp16 under stage 0": (
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": true}}',
+        ["fp16", "stage 0", "1, 2 or 3"],
+    ),
+    "an unseen gradient": (
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,'
+        '"bf16": {"check_grad_overflow": false}}',
+        ["bf16.check_grad_overflow"],
+    ),
     "no optimizer": ('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}', ["optimizer"]),
 }
 
@@ -196,20 +196,37 @@ def test_the_terminal_curve_shows_first_and_last():
     assert text.split("\n")[:4] == ["title", "   2.00 |  *", "        | * ", "   0.00 |*  "]
 
 
-def test_a_second_signal_ends_the_process_at_once_and_the_echo_of_the_first_does_not(monkeypatch):
+def test_evaluations_that_a_crash_cut_short_are_due_whatever_step_the_run_resumes_from(tmp_path):
+    held_out = HeldOut(tmp_path, 3)
+    held_out.summaries = [{"version": 0}, {"version": 2}]
+    learner = Learner.__new__(Learner)
+    learner.store = publish_versions(tmp_path, range(8))
+    learner.source = SimpleNamespace(evaluate=held_out.start)
+    learner.steps_done = 5  # between versions 4, whose evaluation was under way, and 6, whose step is trained again
+    learner.args = SimpleNamespace(eval_steps=2, max_steps=7)
+    learner._evaluate_what_is_due()
+    assert held_out.pinned == {4, 6, 7}  # 7 is the last
+    assert [ticket.version for _ in range(3) for ticket in held_out.grant("s", 9)] == [4] * 3 + [6] * 3 + [7] * 3
+
+
+def test_a_signal_is_heard_at_once_a_second_one_ends_the_process_and_an_echo_does_not(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr("grpo.learner.os._exit", ended.append)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     learner = Learner.__new__(Learner)
-    learner._stop_signal = None
+    learner._stop_signal, learner.ranks = None, SimpleNamespace(rank=0, launched=True)
     try:
         learner._listen_to_signals()
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes on what the terminal has sent already
-        assert ended == [] and learner._stop_signal is not None
+        os.kill(os.getpid(), signal.SIGINT)  # the terminal and run.sh pass one Ctrl-C on
+        assert ended == [] and learner._stop_signal == "stopped by SIGINT"
+        assert capfd.readouterr().out == "stopping, saving; again ends at once\n"
         monkeypatch.setattr("grpo.learner.SAME_SIGNAL_SECONDS", 0.0)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [128 + signal.SIGINT]
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on too, later on a busy machine
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [128 + signal.SIGTERM]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

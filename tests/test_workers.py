@@ -93,13 +93,12 @@ def test_two_ranks_and_a_sampler_train_and_both_exit_cleanly(tmp_path, material,
         assert record["completions/max_length"] <= 12
 
     store = AdapterStore(run.path)
-    assert store.versions() == [0, 1, 2, 3]  # 0 and 2 belong to checkpoints, 3 = max_staleness + 2 are the newest
+    assert store.versions() == [1, 2, 3]  # max_staleness + 2 are the newest, 2 and 3 belong to checkpoints
     assert (run.path / "latest").resolve() == store.folder(3)
     assert store.read_run()["run_id"] == store.read(3)[0].run_id
     assert [p.name for p in sorted((run.path / "checkpoints").glob("step*"))] == ["step00000002", "step00000003"]
 
-    first, last = (store.read(version)[2] for version in (0, 3))
-    assert all((tensor == 0).all() for name, tensor in first.items() if "lora_B" in name)
+    first, last = (store.read(version)[2] for version in (1, 3))
     moved = [name for name in last if not torch.equal(first[name], last[name])]
     assert any("lora_B" in name for name in moved) and any("lora_A" in name for name in moved)
     assert "adapter version 1" in actor.output() and "--max_steps 3 reached" in actor.output()
@@ -276,7 +275,7 @@ def test_bfloat16_trains_and_its_first_step_is_on_policy_within_the_stated_bound
     assert first["approx_kl"] < BF16_APPROX_KL and first["kl"] < 1e-3
     assert 0 < first["sampling/sampling_logp_difference/mean"] < 0.2
     assert all(math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]) for record in records)
-    before, after = (AdapterStore(run.path).read(version)[2] for version in (0, 3))
+    before, after = (AdapterStore(run.path).read(version)[2] for version in (2, 3))
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
     assert any(not torch.equal(before[key], after[key]) for key in after)
 
@@ -359,7 +358,7 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     run.to_the_end(workers)
     first = read_metrics(run.path / "metrics.jsonl")
     run.learner_flags += ["--max_steps", 6]
-    run.ranks, two_ranks = 1, run.config.read_text()
+    run.ranks = 1
     ds_config(run.config, accumulation=4)  # a step of as many sequences by one rank
     for flags, words in (
         (["--resume", "never"], "leave --resume never out"),
@@ -369,10 +368,15 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
         refused = run.start_learner(workers, *flags)
         assert refused.wait(LIMIT) != 0 and words in refused.output()
     run.ranks = 2
-    run.config.write_text(two_ranks)
+    ds_config(run.config, bf16={"enabled": True})
+    refused = run.start_learner(workers)
+    assert refused.wait(LIMIT) != 0 and "has precision 'float32', this start has 'bfloat16'" in refused.output()
+    ds_config(run.config, lr=5e-3)
     trainer, _ = run.to_the_end(workers)
     assert "from the checkpoint of step 3" in trainer.output()
+    assert "learner: --max_steps 3 -> 6, learning rate 0.01 -> 0.005 from step 4 on" in trainer.output()
     records = read_metrics(run.path / "metrics.jsonl")
+    assert [record["learning_rate"] for record in records] == [1e-2] * 3 + [5e-3] * 3
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6] and records[:3] == first
     assert [record["seconds"] for record in records] == sorted(record["seconds"] for record in records)
     history = read_history(run.path)
@@ -381,6 +385,9 @@ def test_a_run_goes_on_by_the_same_command_or_is_refused(tmp_path, material, wor
     lines = (run.path / "completions.jsonl").read_text().split("\n")
     assert [json.loads(line)["step"] for line in lines if line] == [n for n in range(1, 7) for _ in range(16)]
     assert len(list((run.path / "journal").iterdir())) == 0
+    (run.path / "run.json").unlink()
+    refused = run.start_learner(workers)
+    assert refused.wait(LIMIT) != 0 and "choose another --save_path" in refused.output()
 
 
 @pytest.mark.slow
