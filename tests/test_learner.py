@@ -253,7 +253,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_one_long_call(capfd):
         SIGNALS.tell(learner._hear)
         thread = threading.Thread(target=watch)
         thread.start()
-        torch.linalg.svd(torch.rand(1200, 1200))  # seconds in which no line of Python runs in this thread
+        torch.linalg.svd(torch.rand(2000, 2000))  # seconds in which no line of Python runs in this thread
         done.set()
         thread.join()
         assert heard_after == [False] and learner._stop_signal == "stopped by SIGTERM"
