@@ -33,7 +33,7 @@ from grpo.model_card import curve_rows, model_card
 from grpo.models import load_model, load_tokenizer, model_fingerprint, tokenizer_fingerprint
 from grpo.plan import imbalance, make_plan
 from grpo.publisher import Publisher
-from grpo.ranks import STEP, STOP, Ranks, say_at_once
+from grpo.ranks import SIGNALS, STEP, STOP, Ranks, say_at_once
 from grpo.reference import References
 from grpo.replay import Replay
 from grpo.rollout import Group, pack, unpack
@@ -60,7 +60,8 @@ class Learner:
         self._stop_signal: str | None = None
         self._failure: ChannelError | NotFinite | None = None
         self._abandoned = False  # the step under way, for a signal
-        self._listen_to_signals()
+        self._stopped_at, self._echoes = 0.0, 0
+        SIGNALS.tell(self._hear)
         torch.manual_seed(args.seed)  # of the adapter's start, the same on every rank
         model = load_model(args.model_path)
         self.vocab_size = model.get_input_embeddings().num_embeddings
@@ -428,25 +429,19 @@ class Learner:
             flush=True,
         )
 
-    def _listen_to_signals(self) -> None:
-        first, echoes = None, LAUNCHER_ECHOES if self.ranks.launched else 0
-
-        def stop(signum, frame):
-            nonlocal first, echoes
-            now = time.monotonic()
-            if first is None:
-                first = now
-                self._stop_signal = f"stopped by {signal.Signals(signum).name}"
-                if self.ranks.rank == 0:
-                    say_at_once("stopping, saving; again ends at once")
-            elif now - first > SAME_SIGNAL_SECONDS:
-                if signum == signal.SIGTERM and echoes and now - first < ECHO_SECONDS:
-                    echoes -= 1
-                else:
-                    os._exit(128 + signum)  # a second one ends the process at once
-
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
+    def _hear(self, number: int) -> None:
+        """A signal is here, told by a thread of its own: the first one stops the run, the next ends the process."""
+        now = time.monotonic()
+        if self._stop_signal is None:
+            self._stopped_at, self._echoes = now, LAUNCHER_ECHOES if self.ranks.launched else 0
+            self._stop_signal = f"stopped by {signal.Signals(number).name}"
+            if self.ranks.rank == 0:
+                say_at_once("stopping, saving; again ends at once")
+        elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
+            if number == signal.SIGTERM and self._echoes and now - self._stopped_at < ECHO_SECONDS:
+                self._echoes -= 1
+            else:
+                os._exit(128 + number)
 
     # -- waiting -----------------------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ arrives. Words and blobs travel over a gloo group of their own, whatever backend
 """
 
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import deepspeed
@@ -78,8 +78,43 @@ class Ranks:
         dist.destroy_process_group()
 
 
+class Signals:
+    """Tells of SIGINT and SIGTERM in a thread, at once, even while the main thread is deep in a forward pass."""
+
+    def __init__(self):
+        self.heard = threading.Event()
+        self._listeners: list[Callable[[int], None]] = []
+        self._started = False
+
+    def tell(self, listener: Callable[[int], None]) -> None:
+        """Call `listener` with the number of each signal from now on, instead of what the process did on it."""
+        self.start()
+        self._listeners = [listener]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+
+    def start(self) -> None:
+        """Listen; called in the main thread."""
+        if not self._started:
+            self._started = True
+            ear, bell = os.pipe()  # open for as long as this process may get a signal
+            os.set_blocking(bell, False)
+            signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(ear,), daemon=True).start()
+
+    def _listen(self, ear: int) -> None:
+        while True:
+            for number in os.read(ear, 64):
+                self.heard.set()
+                for listener in self._listeners:
+                    listener(number)
+
+
+SIGNALS = Signals()
+
+
 def say_at_once(sentence: str) -> None:
-    """Print from a signal's handler, where `print` may be under way already; over the live line, if there is one."""
+    """Print beside whatever the main thread prints just now; over the live line, if there is one."""
     live = sys.__stdout__.isatty() or os.environ.get("GRPO_TERMINAL", "").isdigit()
     os.write(1, (f"\x1b[2K\r{sentence}\n" if live else f"{sentence}\n").encode())
 
@@ -87,22 +122,18 @@ def say_at_once(sentence: str) -> None:
 def _follow_launchers() -> bool:
     """End when DeepSpeed's launcher is killed: a rank that outlives it would hold port and folder for nobody.
 
+    A signal to the whole group takes the launcher too, yet then this rank has heard it and saves its work first.
     Returns whether there is a launcher.
-
-    A signal to the whole group takes the launcher too, yet then this rank has heard it and saves its work first. The
-    wakeup descriptor tells so at once, even while the main thread is deep in a forward pass.
     """
     launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
     if not launchers:
         return False
-    heard, bell = os.pipe()  # open for as long as this process may get a signal
-    os.set_blocking(bell, False)
-    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    SIGNALS.start()
 
     def watch() -> None:
         while all(_lives(process) for process in launchers):
             time.sleep(FOLLOW_SECONDS)
-        if not select.select([heard], [], [], 2 * FOLLOW_SECONDS)[0]:
+        if not SIGNALS.heard.wait(2 * FOLLOW_SECONDS):
             print("DeepSpeed's launcher is gone, so this rank ends", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.metrics import Means, draw_curve, group_metrics
 from grpo.models import add_lora
+from grpo.ranks import SIGNALS
 
 
 def arguments(**changes) -> argparse.Namespace:
@@ -209,24 +211,55 @@ def test_evaluations_that_a_crash_cut_short_are_due_whatever_step_the_run_resume
     assert [ticket.version for _ in range(3) for ticket in held_out.grant("s", 9, 9, 30.0)] == [4] * 3 + [6] * 3 + [7] * 3
 
 
-def test_a_signal_is_heard_at_once_a_second_one_ends_the_process_and_an_echo_does_not(monkeypatch, capfd):
+def a_learner_that_listens(launched):
+    learner = Learner.__new__(Learner)
+    learner._stop_signal, learner.ranks = None, SimpleNamespace(rank=0, launched=launched)
+    return learner
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_launchers_echo_of_the_first_does_not(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr("grpo.learner.os._exit", ended.append)
+    learner = a_learner_that_listens(launched=True)
+    learner._hear(signal.SIGINT)
+    learner._hear(signal.SIGINT)  # the terminal and run.sh pass one Ctrl-C on
+    assert ended == [] and learner._stop_signal == "stopped by SIGINT"
+    assert capfd.readouterr().out == "stopping, saving; again ends at once\n"
+    monkeypatch.setattr("grpo.learner.SAME_SIGNAL_SECONDS", -1.0)
+    for _ in range(3):
+        learner._hear(signal.SIGTERM)  # the launcher passes it on too, later on a busy machine
+    assert ended == []
+    learner._hear(signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM]
+    alone = a_learner_that_listens(launched=False)
+    for _ in range(2):
+        alone._hear(signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM] * 2
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_one_long_call(capfd):
+    learner = a_learner_that_listens(launched=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    learner = Learner.__new__(Learner)
-    learner._stop_signal, learner.ranks = None, SimpleNamespace(rank=0, launched=True)
-    try:
-        learner._listen_to_signals()
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the terminal and run.sh pass one Ctrl-C on
-        assert ended == [] and learner._stop_signal == "stopped by SIGINT"
-        assert capfd.readouterr().out == "stopping, saving; again ends at once\n"
-        monkeypatch.setattr("grpo.learner.SAME_SIGNAL_SECONDS", 0.0)
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on too, later on a busy machine
-        assert ended == []
+    heard_after = []
+    done = threading.Event()
+
+    def watch():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == [128 + signal.SIGTERM]
+        while learner._stop_signal is None and not done.wait(0.01):
+            pass
+        heard_after.append(done.is_set())
+
+    try:
+        SIGNALS.tell(learner._hear)
+        thread = threading.Thread(target=watch)
+        thread.start()
+        torch.linalg.svd(torch.rand(2000, 2000))  # seconds in which no line of Python runs in this thread
+        done.set()
+        thread.join()
+        assert heard_after == [False] and learner._stop_signal == "stopped by SIGTERM"
+        assert capfd.readouterr().out == "stopping, saving; again ends at once\n"
     finally:
+        done.set()
+        SIGNALS.tell(lambda number: None)
         for number, handler in before.items():
             signal.signal(number, handler)
