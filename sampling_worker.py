@@ -37,6 +37,7 @@ from grpo.adapters import AdapterError, AdapterStore, find_adapter
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
+from grpo.flags import Parser
 from grpo.generation import Completion
 from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
@@ -505,9 +506,9 @@ def stop_on_signals(channel: SamplerChannel) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Sampling worker: generates completions with the newest adapter and streams them to the learner.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        other="training_worker",
     )
     add = parser.add_argument
     add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the learner's must agree")

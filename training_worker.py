@@ -28,6 +28,7 @@ import torch
 from grpo.adapters import AdapterError
 from grpo.batch import Batch
 from grpo.channel import ChannelError
+from grpo.flags import Parser
 from grpo.held_out import MAX_QUESTIONS
 from grpo.keys import is_loopback
 from grpo.learner import Learner
@@ -126,10 +127,10 @@ def diagnostics(batch: Batch, data: StepData, loss: torch.Tensor, entropy: torch
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Training worker: receives rollouts, trains a LoRA adapter with DeepSpeed, publishes it.",
         epilog="Batch sizes, learning rate, precision and ZeRO stage are read from --ds_config.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        other="sampling_worker",
     )
     add = parser.add_argument
     add("--model_path", default="Qwen/Qwen2.5-1.5B-Instruct", help="hub name or local folder; the samplers' must agree")

@@ -52,8 +52,13 @@ def main() -> None:
 
 def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Namespace]:
     """Both sides' flags by their own rules, which say NO and end the program where a flag is wrong."""
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--ranks", type=int, default=2)
+    own = argparse.ArgumentParser(
+        prog="./run.sh doctor",
+        description="Checks that trainer and sampler can start, before any model is loaded: port, folder, sizes, "
+        "model, memory, dataset, keys.",
+        epilog="Give it the flags of both sides as you would give them to ./run.sh trainer and ./run.sh sampler.",
+    )
+    own.add_argument("--ranks", type=int, help="ranks of the learner (run.sh knows them)")
     mine, argv = own.parse_known_args(argv)
     parsed, unknown = [], []
     for name, module in (("trainer", training_worker), ("sampler", sampling_worker)):
@@ -67,8 +72,8 @@ def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Names
             sys.exit(f"NO   {name}: {errors.getvalue().strip().rpartition('error: ')[2]}")
     if unknown[0] & unknown[1]:
         sys.exit(f"NO   neither side knows {', '.join(sorted(unknown[0] & unknown[1]))}")
-    gpus = torch.cuda.device_count()
-    return (min(mine.ranks, gpus) if gpus else mine.ranks), *parsed
+    ranks = mine.ranks or (1 if torch.cuda.device_count() in (1, 2) else 2)  # what run.sh takes by default
+    return ranks, *parsed
 
 
 def _share_of(
