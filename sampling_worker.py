@@ -34,6 +34,7 @@ import torch
 
 from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, response_decoder, response_prefix
 from grpo.adapters import AdapterError, AdapterStore, find_adapter
+from grpo.address import check_reachable, tcp
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
@@ -110,7 +111,7 @@ class Sampler:
         host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:64]
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
-            f"tcp://{args.host}:{args.port}",
+            tcp(args.host, args.port),
             self.sampler_id,
             self.hello,
             args.timeout,
@@ -552,6 +553,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--device {args.device}: vLLM takes the first GPU that it sees; start with CUDA_VISIBLE_DEVICES="
             f"{args.device.rpartition(':')[2]} and --device cuda:0"
         )
+    if not args.evaluate:
+        try:
+            check_reachable(args.host)
+        except ValueError as error:
+            parser.error(str(error))
     check_device(parser, args.device)
     return args
 

@@ -26,10 +26,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and 
 import torch
 
 from grpo.adapters import AdapterError
+from grpo.address import is_loopback
 from grpo.batch import Batch
 from grpo.channel import ChannelError
 from grpo.held_out import MAX_QUESTIONS
-from grpo.keys import is_loopback
 from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.loss_contract import accepted, check_loss, own_beta
@@ -187,11 +187,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
-    if not args.keys and not is_loopback(args.host):
-        parser.error(
-            f"--host {args.host} lets other machines in: make keys with ./run.sh keys DIR, copy the folder to them, "
-            "and give both sides --keys DIR"
-        )
+    check_host(parser, args)
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature}, it must be above 0")
     for name in ("beta", "clip_eps", "clip_eps_high"):
@@ -224,6 +220,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not Path(args.ds_config).is_file():
         parser.error(f"--ds_config {args.ds_config} is no file")
     return args
+
+
+def check_host(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a host that is none, or that lets others in without keys; of several machines the first alone listens."""
+    try:
+        if os.environ.get("RANK", "0") == "0" and not is_loopback(args.host) and not args.keys:
+            parser.error(
+                f"--host {args.host} lets other machines in: make keys with ./run.sh keys DIR, copy the folder to "
+                "them, and give both sides --keys DIR"
+            )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def yes_no(text: str) -> bool:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sampling_worker
 import training_worker
 from data import load_examples
+from grpo.address import check_free
 from grpo.engine import groups_per_step, precision, read_ds_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
@@ -126,15 +126,7 @@ def port(learner, sampler, ranks: int) -> Iterator[str]:
     """The learner can listen where the samplers look for it."""
     if learner.port != sampler.port:
         raise ValueError(f"--port is {learner.port} and {sampler.port}: give both the same")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((learner.host, learner.port))
-        except OSError as error:
-            raise ValueError(
-                f"--port {learner.port} on {learner.host}: {error.strerror}; end what uses it (a learner?), or give "
-                "both sides another"
-            ) from error
+    check_free(learner.host, learner.port)
     yield f"port {learner.port} on {learner.host} is free"
 
 

@@ -8,7 +8,6 @@ gives both sides what they need; for samplers of different owners make one pair 
 learner.
 """
 
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -16,14 +15,6 @@ from pathlib import Path
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def make_keys(folder: Path) -> None:

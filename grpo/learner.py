@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from grpo import address
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch
-from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
+from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.clock import awake
 from grpo.collector import Collector
@@ -254,7 +255,7 @@ class Learner:
 
     @property
     def _address(self) -> str:
-        return f"tcp://{numeric(self.args.host)}:{self.args.port}"
+        return address.tcp(self.args.host, self.args.port)
 
     @property
     def _checkpoints(self) -> Path:
