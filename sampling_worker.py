@@ -32,12 +32,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and 
 
 import torch
 
-from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, response_decoder, response_prefix
+from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, render_prompt, response_decoder, response_prefix
 from grpo.adapters import AdapterError, AdapterStore, find_adapter
 from grpo.address import check_reachable, tcp
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
+from grpo.facts import check_adapter, check_model
 from grpo.generation import Completion
 from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
@@ -91,6 +92,7 @@ class Sampler:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        check_facts(args)
         self.examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
         self.tokenizer = load_tokenizer(args.model_path)
         self.model = load_model(args.model_path)
@@ -346,6 +348,16 @@ class Sampler:
             print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
 
+def check_facts(args: argparse.Namespace) -> None:
+    """What can be known of the model before its weights are loaded; doctor asks the same. ValueError if not."""
+    lengths = {"--max_prompt_length": args.max_prompt_length, "--max_new_tokens": args.max_new_tokens}
+    if args.engine == "vllm" and args.vllm_max_model_len:
+        lengths = {"--vllm_max_model_len": args.vllm_max_model_len}
+    render = functools.partial(render_prompt, system_prompt=args.system_prompt)
+    for note in check_model(args.model_path, lengths=lengths, render=render, engine=args.engine):
+        print(note, flush=True)
+
+
 def make_policy(model, eos_ids: list[int], args: argparse.Namespace, **settings) -> Policy:
     """The policy with the decode loop that --engine names."""
     if args.engine == "transformers":
@@ -364,6 +376,10 @@ def make_policy(model, eos_ids: list[int], args: argparse.Namespace, **settings)
 
 def evaluate_policy(args: argparse.Namespace) -> None:
     """Accuracy on held-out questions: a summary in the terminal and in FILE.json, every completion in FILE.jsonl."""
+    check_facts(args)
+    adapter = find_adapter(args.lora_path)
+    if adapter:
+        check_adapter(adapter, args.model_path, "--lora_path")
     tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
     examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
     indices = range(min(len(examples), args.limit or len(examples)))
@@ -375,7 +391,6 @@ def evaluate_policy(args: argparse.Namespace) -> None:
         raise ValueError(f"--dataset {args.dataset}: no row can be asked ({', '.join(sorted(set(left_out.values())))})")
     eos_ids = eos_token_ids(model, tokenizer)
     policy = Policy(model, eos_ids, args.device, dtype=args.dtype, temperature=args.temperature)
-    adapter = find_adapter(args.lora_path)
     if adapter:
         policy.load_folder(adapter)
     facts = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
@@ -536,6 +551,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    args.model_path = os.path.expanduser(args.model_path)
     if args.prompts_at_a_time < 0:
         parser.error(f"--prompts_at_a_time is {args.prompts_at_a_time}, it must not be negative")
     for name in ("max_new_tokens", "max_prompt_length"):

@@ -178,6 +178,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    args.model_path = os.path.expanduser(args.model_path)
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")

@@ -19,18 +19,19 @@ from pathlib import Path
 import psutil
 import torch
 import zmq
-from transformers import AutoConfig, AutoModelForCausalLM
 
 # This is a program of its own, run from the root beside the two workers; nothing in grpo/ imports it.
 import sampling_worker
 import training_worker
 from data import load_examples
+from grpo.adapters import AdapterStore
 from grpo.address import check_free
 from grpo.engine import groups_per_step, precision, read_ds_config
+from grpo.facts import empty_model, read_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
-from grpo.models import load_tokenizer
-from grpo.reference import load_init_adapter
+from grpo.learner import check_facts
+from grpo.reference import References
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -161,12 +162,7 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
     path = learner.model_path
     if path != sampler.model_path:
         raise ValueError(f"--model_path is {path} and {sampler.model_path}: give both the same")
-    load_tokenizer(path)
-    if learner.init_adapter:
-        load_init_adapter(Path(learner.init_adapter).expanduser())
-    with torch.device("meta"):  # counts without loading
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    empty.tie_weights()
+    empty = empty_model(read_config(path), path)
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     dtype = precision(json.loads(Path(learner.ds_config).read_text()))
     needed, gpus = parameters * BYTES[dtype], torch.cuda.device_count()
@@ -179,6 +175,10 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
             f"{what} {available / 1e9:.1f} GB free, the weights of --model_path {path} in {dtype} alone take "
             f"{needed / 1e9:.1f}: a smaller model, fewer ranks, or ZeRO stage 3 in --ds_config"
         )
+    store = AdapterStore(learner.save_path)
+    references = References(store, learner.init_adapter, learner.ref_sync_steps, learner.ref_mixup_alpha)
+    check_facts(learner, references.start())
+    sampling_worker.check_facts(sampler)
     yield (
         f"--model_path {path}: {parameters / 1e6:.0f} million parameters, {needed / 1e9:.1f} GB in {dtype}; {what} "
         f"{available / 1e9:.1f} GB free"

@@ -9,7 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
-from grpo.adapters import AdapterError, copy_into
+from grpo.adapters import AdapterError, adapter_in, copy_into
+from grpo.facts import check_adapter, empty_model, read_config
 from grpo.models import DTYPES, add_lora
 from grpo.reference import load_init_adapter
 
@@ -81,6 +82,16 @@ def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tupl
         raise ValueError(f"nothing is trainable: --lora_targets {args.lora_targets} selects no layer of the model")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
     return engine, dtype
+
+
+def check_lora(args, start: Path | None = None) -> None:
+    """ValueError where the adapter that `make_engine` would put on the model does not fit it; loads no weights."""
+    if start:
+        load_init_adapter(start)
+        check_adapter(adapter_in(start) or start, args.model_path, "--init_adapter")
+        return
+    with torch.device("meta"):
+        with_fresh_adapter(empty_model(read_config(args.model_path), args.model_path), args)
 
 
 def with_saved_adapter(model, folder: Path):

@@ -21,7 +21,8 @@ from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.clock import awake
 from grpo.collector import Collector
-from grpo.engine import groups_per_step, make_engine, read_ds_config
+from grpo.engine import check_lora, groups_per_step, make_engine, read_ds_config
+from grpo.facts import check_model
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
 from grpo.logbook import Logbook
@@ -51,6 +52,8 @@ class Learner:
         self.store = AdapterStore(args.save_path)
         self.channel = self.source = self.logbook = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
+        references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
+        self._on_rank_zero(lambda: check_facts(args, references.start()))
         self._stop_signal: str | None = None
         self._failure: ChannelError | None = None
         self._listen_to_signals()
@@ -62,7 +65,6 @@ class Learner:
         config = read_ds_config(args.ds_config, self.ranks.size)
         self._settings = vars(args) | {"ds_config": dict(config)}
         self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
-        references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self.engine, self.dtype = make_engine(model, args, config, references.start())
         self.publisher = Publisher(self.engine, self.store, references, self.ranks, args, self.vocab_size)
         self._start_or_resume(fingerprints)
@@ -441,6 +443,13 @@ class Learner:
         if self.source.stale_length is not None:
             record["groups/stale_mean_length"] = self.source.stale_length
         return record | {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
+
+
+def check_facts(args, start: Path | None) -> None:
+    """What can be known of model and adapter before weights are loaded; doctor asks the same. ValueError if not."""
+    for note in check_model(args.model_path):
+        print(note, flush=True)
+    check_lora(args, start)
 
 
 NEW_FACTS = {"reference": [None, 0, None]}  # of a run.json that lacks them
