@@ -551,6 +551,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    device_given = parser.parse_args(argv, argparse.Namespace(device=None)).device is not None
     args.model_path = os.path.expanduser(args.model_path)
     if args.prompts_at_a_time < 0:
         parser.error(f"--prompts_at_a_time is {args.prompts_at_a_time}, it must not be negative")
@@ -574,6 +575,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             check_reachable(args.host)
         except ValueError as error:
             parser.error(str(error))
+    if args.evaluate and not device_given and not torch.cuda.device_count():
+        print("no GPU here: evaluating on the CPU (--device cpu)", flush=True)
+        args.device = "cpu"
     check_device(parser, args.device)
     return args
 

@@ -268,20 +268,19 @@ def check_adapter(folder: str | Path, model_path: str, flag: str) -> None:
     folder = Path(folder).expanduser()
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = True
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
             found = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"{flag} {folder} holds no adapter that can be read: {_line(error)}") from error
+    base, config.base_model_name_or_path = config.base_model_name_or_path or "a model that it does not name", None
     try:
         wrong = _misfit(_expected(model_path, config), found)
-    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        wrong = _line(error)
+    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError):  # PEFT's, where layers are not found
+        wrong = f"the model has no place for {next(iter(sorted(found)), 'its layers')}"
     if wrong:
-        base = config.base_model_name_or_path or "an unnamed model"
         raise ValueError(
-            f"{flag} {folder} does not fit --model_path {model_path}; it was made for {base} "
-            f"(base_model_name_or_path): {wrong}"
+            f"{flag} {folder} does not fit --model_path {model_path} ({wrong}); it was made for {base} "
+            "(base_model_name_or_path): give that model, or another adapter"
         )
 
 
