@@ -38,8 +38,9 @@ from grpo.address import check_reachable, tcp
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
-from grpo.facts import check_adapter, check_model
+from grpo.facts import check_adapter, check_model, check_numbers
 from grpo.generation import Completion
+from grpo.keys import check_sampler_keys
 from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
 from grpo.messages import PROTOCOL_VERSION, Welcome
@@ -92,6 +93,8 @@ class Sampler:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        if args.keys:
+            check_sampler_keys(args.keys)
         check_facts(args)
         self.examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
         self.tokenizer = load_tokenizer(args.model_path)
@@ -553,8 +556,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     device_given = parser.parse_args(argv, argparse.Namespace(device=None)).device is not None
     args.model_path = os.path.expanduser(args.model_path)
-    if args.prompts_at_a_time < 0:
-        parser.error(f"--prompts_at_a_time is {args.prompts_at_a_time}, it must not be negative")
+    check_numbers(parser, args, above_zero=("timeout", "startup_timeout", "adapter_timeout", "reward_timeout"))
+    for name in ("prompts_at_a_time", "vllm_max_model_len", "reward_workers", "limit", "samples", "temperature"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
+    if not 0 < args.vllm_gpu_memory_utilization <= 1:
+        parser.error(
+            f"--vllm_gpu_memory_utilization is {args.vllm_gpu_memory_utilization}, it must be above 0 and at most 1"
+        )
     for name in ("max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
@@ -597,6 +606,8 @@ def check_device(parser: argparse.ArgumentParser, name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         parser.error(f"--device {name} is no device; use cuda:0, cuda:1, ... or cpu")
+    if device.type == "meta":
+        parser.error(f"--device {name} holds no numbers; use cuda:0, cuda:1, ... or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         parser.error(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu")
 

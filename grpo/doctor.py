@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import io
-import json
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ from grpo.facts import empty_model, read_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
 from grpo.learner import check_facts
+from grpo.models import quiet_libraries
 from grpo.reference import References
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,17 +38,20 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def main() -> None:
     """Run every check."""
+    quiet_libraries()
     ranks, learner, sampler = parse_both(sys.argv[1:])
-    failed = 0
+    failed: list[str] = []
     for check in (versions, folder, port, keys, batch_sizes, model, dataset):
         try:
             for line in check(learner, sampler, ranks):
                 print(f"ok   {line}", flush=True)
         except (ValueError, OSError) as error:
-            failed += 1
-            print(f"NO   {error}", flush=True)
-    print("ready" if not failed else f"{failed} things to mend first")
-    sys.exit(failed)
+            if str(error) not in failed:  # two checks may stumble over one thing
+                failed.append(str(error))
+                print(f"NO   {error}", flush=True)
+    things = "1 thing" if len(failed) == 1 else f"{len(failed)} things"
+    print("ready" if not failed else f"{things} to mend first")
+    sys.exit(len(failed))
 
 
 def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Namespace]:
@@ -164,7 +167,7 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
         raise ValueError(f"--model_path is {path} and {sampler.model_path}: give both the same")
     empty = empty_model(read_config(path), path)
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    dtype = precision(json.loads(Path(learner.ds_config).read_text()))
+    dtype = precision(read_ds_config(learner.ds_config, ranks))
     needed, gpus = parameters * BYTES[dtype], torch.cuda.device_count()
     if gpus:
         what, available = "the fullest GPU has", min(torch.cuda.mem_get_info(i)[0] for i in range(gpus))

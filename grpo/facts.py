@@ -5,7 +5,9 @@ raises a ValueError of one sentence; what is odd and yet works becomes a note.
 """
 
 import json
+import math
 import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +263,15 @@ def _has_table(empty: PreTrainedModel, limit: int) -> bool:
     return any(limit <= count <= limit + 8 for count in rows) or any(  # a few more, for OPT begins at the third
         hasattr(part, name) for part in empty.modules() for name in attributes
     )
+
+
+def check_numbers(parser: ArgumentParser, args: Namespace, above_zero: tuple[str, ...]) -> None:
+    """End the program over a flag that is no finite number below 2**63, or over one of `above_zero` that is not."""
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) < 2**63):
+            parser.error(f"--{name} is {value}, it must be a finite number below 2**63")
+        if name in above_zero and value is not None and value <= 0:
+            parser.error(f"--{name} is {value}, it must be above 0")
 
 
 def check_adapter(folder: str | Path, model_path: str, flag: str) -> None:

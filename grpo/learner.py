@@ -54,6 +54,8 @@ class Learner:
         self._on_rank_zero(self._claim_port_and_folder)
         references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self._on_rank_zero(lambda: check_facts(args, references.start()))
+        config = read_ds_config(args.ds_config, self.ranks.size)
+        self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         self._stop_signal: str | None = None
         self._failure: ChannelError | None = None
         self._listen_to_signals()
@@ -62,9 +64,7 @@ class Learner:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        config = read_ds_config(args.ds_config, self.ranks.size)
         self._settings = vars(args) | {"ds_config": dict(config)}
-        self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         self.engine, self.dtype = make_engine(model, args, config, references.start())
         self.publisher = Publisher(self.engine, self.store, references, self.ranks, args, self.vocab_size)
         self._start_or_resume(fingerprints)
