@@ -55,7 +55,7 @@ def cannot_listen(place: str, number: int, text: str) -> str:
     """The sentence for an errno of `bind`, with the flag to change."""
     if number in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return f"cannot listen at {place}: this machine has no such address; choose another --host"
-    return f"cannot listen at {place}: {text}; end what uses it (a learner?), or give both sides another --port"
+    return f"cannot listen at {place}: {text}; end what uses it (a learner?), or choose another --port for both sides"
 
 
 def _lookup(host: str) -> list[str]:

@@ -290,8 +290,8 @@ def check_adapter(folder: str | Path, model_path: str, flag: str) -> None:
         wrong = f"the model has no place for {next(iter(sorted(found)), 'its layers')}"
     if wrong:
         raise ValueError(
-            f"{flag} {folder} does not fit --model_path {model_path} ({wrong}); it was made for {base} "
-            "(base_model_name_or_path): give that model, or another adapter"
+            f"{flag} {folder} holds no adapter that fits the model: {wrong}; --model_path is {model_path}, and it was "
+            f"made for {base} (base_model_name_or_path)"
         )
 
 

@@ -74,7 +74,7 @@ def test_a_wider_host_needs_keys_and_evaluation_needs_no_host(capsys, monkeypatc
 def test_an_address_of_another_machine_is_no_place_to_listen():
     with pytest.raises(ValueError, match="cannot listen at --host 192.0.2.7 .* no such address; choose another --host"):
         check_free("192.0.2.7", free_port())
-    in_use = pytest.raises(ValueError, match="end what uses it .* another --port")
+    in_use = pytest.raises(ValueError, match="end what uses it .* choose another --port")
     with socket.create_server(("127.0.0.1", 0)) as server, in_use:
         check_free("localhost", server.getsockname()[1])
     check_reachable("127.0.0.1")

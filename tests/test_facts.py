@@ -274,7 +274,7 @@ def misfit(folder, model) -> str:
         check_adapter(folder, str(model), "--lora_path")
     message = str(error.value)
     assert "\n" not in message and len(message) < 600
-    for word in (f"--lora_path {folder}", f"--model_path {model}", "made for owner/other (base_model_name_or_path)"):
+    for word in (f"--lora_path {folder}", f"--model_path is {model}", "made for owner/other (base_model_name_or_path)"):
         assert word in message, message
     return message
 
