@@ -38,7 +38,7 @@ from grpo.address import check_reachable, tcp
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
-from grpo.facts import check_adapter, check_model, check_numbers
+from grpo.facts import check_adapter, check_installed, check_model, check_numbers
 from grpo.generation import Completion
 from grpo.keys import check_sampler_keys
 from grpo.logprobs import ways_that_fit
@@ -93,6 +93,8 @@ class Sampler:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        if args.engine == "vllm":
+            check_installed("--engine", "vllm")
         if args.keys:
             check_sampler_keys(args.keys)
         check_facts(args)
@@ -447,7 +449,11 @@ def load_held_out(args: argparse.Namespace):
         raise ValueError(f"--dataset {dataset} is a single file; held-out questions need --eval_dataset")
     if args.eval_split == args.split and dataset == args.dataset:
         raise ValueError(f"--eval_split {args.eval_split} is the split that is trained on")
-    return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
+    try:
+        return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
+    except ValueError as error:
+        named = str(error).replace("--split", "--eval_split")
+        raise ValueError(named.replace("--dataset", "--eval_dataset") if args.eval_dataset else named) from error
 
 
 def held_out_questions(

@@ -4,6 +4,7 @@
 raises a ValueError of one sentence; what is odd and yet works becomes a note.
 """
 
+import importlib.util
 import json
 import math
 import re
@@ -63,6 +64,8 @@ def read_config(model_path: str):
     Raises:
         ValueError: none that transformers can read, or of a model of another kind, or of quantised weights.
     """
+    if not model_path.strip():
+        raise ModelNotFound("--model_path is empty: give a hub name or the folder of a model")
     use_hub_if_it_answers(model_path)
     path = Path(model_path).expanduser()
     if path.is_file():
@@ -263,6 +266,12 @@ def _has_table(empty: PreTrainedModel, limit: int) -> bool:
     return any(limit <= count <= limit + 8 for count in rows) or any(  # a few more, for OPT begins at the third
         hasattr(part, name) for part in empty.modules() for name in attributes
     )
+
+
+def check_installed(flag: str, package: str) -> None:
+    """ValueError unless `package`, which `flag` asks for, can be imported; it is not imported here."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{flag} {package}: {package} is not installed here; see the README")
 
 
 def check_numbers(parser: ArgumentParser, args: Namespace, above_zero: tuple[str, ...]) -> None:

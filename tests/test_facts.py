@@ -1,5 +1,6 @@
 """What is known before weights are loaded: each model that cannot be trained is one sentence, and none that can is."""
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -207,6 +208,46 @@ def test_a_model_with_nothing_wrong_passes(whole, model, tmp_path):
 def test_a_file_as_the_model_is_refused(whole):
     with pytest.raises(ValueError, match="is a file: give the folder"):
         check(whole / "model.safetensors")
+
+
+def test_what_is_no_path_or_no_package_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--model_path is empty"):
+        check(" ")
+    args = sampling_worker.parse_args(["--device", "cpu", "--engine", "vllm", "--model_path", "no/such"])
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(ValueError, match="--engine vllm: vllm is not installed here"):
+            sampling_worker.Sampler(args)
+    args = sampling_worker.parse_args(["--device", "cpu", "--keys", str(tmp_path)])
+    with pytest.raises(ValueError, match=f"--keys {tmp_path}: sampler.key_secret cannot be read"):
+        sampling_worker.Sampler(args)
+
+
+def test_held_out_questions_that_are_not_there_name_their_own_flag(tmp_path):
+    args = sampling_worker.parse_args(["--device", "cpu", "--eval_dataset", "no/such.jsonl"])
+    with pytest.raises(ValueError, match="--eval_dataset no/such.jsonl"):
+        sampling_worker.load_held_out(args)
+
+
+NO_NUMBERS = {
+    training_worker: ["--temperature nan", "--temperature 0", "--timeout inf", "--timeout 0", "--beta nan",
+                      "--lora_alpha inf", "--tis_cap 0", "--clip_eps nan", "--sampler_timeout -1",
+                      "--max_steps 9999999999999999999", "--log_completions -1"],
+    sampling_worker: ["--timeout nan", "--adapter_timeout 0", "--reward_timeout inf", "--reward_workers -1",
+                      "--prompts_at_a_time -1", "--vllm_gpu_memory_utilization 2", "--evaluate --limit -1",
+                      "--evaluate --samples -1", "--evaluate --temperature nan"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "side, flags", [(side, flags) for side, every in NO_NUMBERS.items() for flags in every], ids=str
+)
+def test_a_number_that_is_none_is_refused_with_its_flag(side, flags, capsys):
+    *before, flag, value = flags.split()
+    more = ["--device", "cpu"] if side is sampling_worker else []
+    with pytest.raises(SystemExit):
+        side.parse_args([*more, *before, f"{flag}={value}"])
+    printed = capsys.readouterr().err
+    assert f"error: {flag} is " in printed and "it must" in printed
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
