@@ -23,6 +23,7 @@ from array import array
 from pathlib import Path
 from typing import NamedTuple
 
+from grpo.hub import hub_answers
 from grpo.numbers import gold_value
 
 SYSTEM_PROMPT = (
@@ -402,24 +403,11 @@ def load_hub(name, split):
     import datasets
     repository, _, config = name.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = offline or not hub_answers(repository)     # else it retries for 23 s
+    datasets.config.HF_HUB_OFFLINE = offline or not hub_answers()     # else it retries for 23 s
     try:
         return load_table(name, datasets.load_dataset, repository, config or None, split=split)
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
-
-
-def hub_answers(repository, seconds=5):
-    """Whether anything, an error page included, comes back from the hub (or HF_ENDPOINT) in a few seconds."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-    try:
-        HfApi().dataset_info(repository, timeout=seconds)
-    except HfHubHTTPError:
-        return True
-    except (OSError, HTTPError):
-        return False
-    return True
 
 
 def load_table(source, load, *arguments, **options):

@@ -32,13 +32,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and 
 
 import torch
 
-from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, response_decoder, response_prefix
+from data import SYSTEM_PROMPT, RowError, encode_prompt, load_examples, render_prompt, response_decoder, response_prefix
 from grpo.adapters import AdapterError, AdapterStore, find_adapter
+from grpo.address import check_reachable, tcp
 from grpo.batch import collate
 from grpo.channel import ChannelError, SamplerChannel
 from grpo.evaluation import Question, evaluate, evaluate_to_files
+from grpo.facts import check_adapter, check_installed, check_model, check_numbers
 from grpo.flags import Parser
 from grpo.generation import Completion
+from grpo.keys import check_sampler_keys
 from grpo.logprobs import ways_that_fit
 from grpo.memory import halving, places_that_fit
 from grpo.messages import PROTOCOL_VERSION, Welcome
@@ -94,6 +97,11 @@ class Sampler:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        if args.engine == "vllm":
+            check_installed("--engine", "vllm")
+        if args.keys:
+            check_sampler_keys(args.keys)
+        check_facts(args)
         self.examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
         self.tokenizer = load_tokenizer(args.model_path)
         self.model = load_model(args.model_path)
@@ -114,7 +122,7 @@ class Sampler:
         host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:64]
         self.sampler_id = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self.channel = SamplerChannel(
-            f"tcp://{args.host}:{args.port}",
+            tcp(args.host, args.port),
             self.sampler_id,
             self.hello,
             args.timeout,
@@ -365,6 +373,16 @@ class Sampler:
             print(f"the learner ended the run: {self.channel.stop_reason}; {unacknowledged} groups unacknowledged")
 
 
+def check_facts(args: argparse.Namespace) -> None:
+    """What can be known of the model before its weights are loaded; doctor asks the same. ValueError if not."""
+    lengths = {"--max_prompt_length": args.max_prompt_length, "--max_new_tokens": args.max_new_tokens}
+    if args.engine == "vllm" and args.vllm_max_model_len:
+        lengths = {"--vllm_max_model_len": args.vllm_max_model_len}
+    render = functools.partial(render_prompt, system_prompt=args.system_prompt)
+    for note in check_model(args.model_path, lengths=lengths, render=render, engine=args.engine):
+        print(note, flush=True)
+
+
 def make_policy(model, eos_ids: list[int], args: argparse.Namespace, **settings) -> Policy:
     """The policy with the decode loop that --engine names."""
     if args.engine == "transformers":
@@ -383,6 +401,10 @@ def make_policy(model, eos_ids: list[int], args: argparse.Namespace, **settings)
 
 def evaluate_policy(args: argparse.Namespace) -> None:
     """Accuracy on held-out questions: a summary in the terminal and in FILE.json, every completion in FILE.jsonl."""
+    check_facts(args)
+    adapter = find_adapter(args.lora_path)
+    if adapter:
+        check_adapter(adapter, args.model_path, "--lora_path")
     tokenizer, model = load_tokenizer(args.model_path), load_model(args.model_path)
     examples = load_examples(args.dataset, args.split, args.question_column, args.answer_column)
     indices = range(min(len(examples), args.limit or len(examples)))
@@ -394,7 +416,6 @@ def evaluate_policy(args: argparse.Namespace) -> None:
         raise ValueError(f"--dataset {args.dataset}: no row can be asked ({', '.join(sorted(set(left_out.values())))})")
     eos_ids = eos_token_ids(model, tokenizer)
     policy = Policy(model, eos_ids, args.device, dtype=args.dtype, temperature=args.temperature)
-    adapter = find_adapter(args.lora_path)
     if adapter:
         policy.load_folder(adapter)
     facts = {"model": args.model_path, "adapter": adapter, "dataset": args.dataset, "split": args.split}
@@ -448,7 +469,11 @@ def load_held_out(args: argparse.Namespace):
         raise ValueError(f"--dataset {dataset} is a single file; held-out questions need --eval_dataset")
     if args.eval_split == args.split and dataset == args.dataset:
         raise ValueError(f"--eval_split {args.eval_split} is the split that is trained on")
-    return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
+    try:
+        return load_examples(dataset, args.eval_split, args.question_column, args.answer_column)
+    except ValueError as error:
+        named = str(error).replace("--split", "--eval_split")
+        raise ValueError(named.replace("--dataset", "--eval_dataset") if args.eval_dataset else named) from error
 
 
 def held_out_questions(
@@ -555,8 +580,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.prompts_at_a_time < 0:
-        parser.error(f"--prompts_at_a_time is {args.prompts_at_a_time}, it must not be negative")
+    device_given = parser.parse_args(argv, argparse.Namespace(device=None)).device is not None
+    args.model_path = os.path.expanduser(args.model_path)
+    check_numbers(parser, args, above_zero=("timeout", "startup_timeout", "adapter_timeout", "reward_timeout"))
+    for name in ("prompts_at_a_time", "vllm_max_model_len", "reward_workers", "limit", "samples", "temperature"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
+    if not 0 < args.vllm_gpu_memory_utilization <= 1:
+        parser.error(
+            f"--vllm_gpu_memory_utilization is {args.vllm_gpu_memory_utilization}, it must be above 0 and at most 1"
+        )
     for name in ("max_new_tokens", "max_prompt_length"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
@@ -572,6 +605,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--device {args.device}: vLLM takes the first GPU that it sees; start with CUDA_VISIBLE_DEVICES="
             f"{args.device.rpartition(':')[2]} and --device cuda:0"
         )
+    if not args.evaluate:
+        try:
+            check_reachable(args.host)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.evaluate and not device_given and not torch.cuda.device_count():
+        print("no GPU here: evaluating on the CPU (--device cpu)", flush=True)
+        args.device = "cpu"
     check_device(parser, args.device)
     return args
 
@@ -591,6 +632,8 @@ def check_device(parser: argparse.ArgumentParser, name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         parser.error(f"--device {name} is no device; use cuda:0, cuda:1, ... or cpu")
+    if device.type == "meta":
+        parser.error(f"--device {name} holds no numbers; use cuda:0, cuda:1, ... or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         parser.error(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu")
 

@@ -26,11 +26,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn and 
 import torch
 
 from grpo.adapters import AdapterError
+from grpo.address import is_loopback
 from grpo.batch import Batch
 from grpo.channel import ChannelError
+from grpo.facts import check_numbers
 from grpo.flags import Parser
 from grpo.held_out import MAX_QUESTIONS
-from grpo.keys import is_loopback
 from grpo.learner import Learner
 from grpo.logprobs import completion_logprobs
 from grpo.loss_contract import accepted, check_loss, own_beta
@@ -182,27 +183,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    args.model_path = os.path.expanduser(args.model_path)
+    check_numbers(parser, args, above_zero=("temperature", "tis_cap", "timeout", "startup_timeout", "sampler_timeout"))
     for name in ("group_size", "save_steps", "publish_steps", "num_iterations", "lora_rank", "eval_limit"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, it must be at least 1")
     for name in ("max_steps", "max_staleness", "eval_steps", "max_tokens_per_micro_batch", "resample_zero_groups",
-                 "ref_sync_steps"):  # fmt: skip
+                 "ref_sync_steps", "log_completions"):  # fmt: skip
         if getattr(args, name) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
     if not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, it must be from 1 to 65535")
-    if not args.keys and not is_loopback(args.host):
-        parser.error(
-            f"--host {args.host} lets other machines in: make keys with ./run.sh keys DIR, copy the folder to them, "
-            "and give both sides --keys DIR"
-        )
-    if args.temperature <= 0:
-        parser.error(f"--temperature is {args.temperature}, it must be above 0")
+    check_host(parser, args)
     for name in ("beta", "clip_eps", "clip_eps_high"):
         if (getattr(args, name) or 0) < 0:
             parser.error(f"--{name} is {getattr(args, name)}, it must not be negative")
-    if args.tis_cap is not None and args.tis_cap <= 0:
-        parser.error(f"--tis_cap is {args.tis_cap}, it must be above 0")
     try:
         check_loss_line(args)
     except ValueError as error:
@@ -228,6 +223,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not Path(args.ds_config).is_file():
         parser.error(f"--ds_config {args.ds_config} is no file")
     return args
+
+
+def check_host(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a host that is none, or that lets others in without keys; of several machines the first alone listens."""
+    try:
+        if os.environ.get("RANK", "0") == "0" and not is_loopback(args.host) and not args.keys:
+            parser.error(
+                f"--host {args.host} lets other machines in: make keys with ./run.sh keys DIR, copy the folder to "
+                "them, and give both sides --keys DIR"
+            )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def yes_no(text: str) -> bool:

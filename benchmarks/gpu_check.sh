@@ -7,6 +7,7 @@ PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 WORK=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$WORK"' EXIT
 cd "$ROOT"
+export PYTHONPATH=$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}
 
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"; print(torch.cuda.get_device_name())'
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
@@ -14,7 +15,7 @@ GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 echo "== quick tests"
 timeout 180 "$PYTHON" -m pytest -q -m "not slow" tests/test_generation.py tests/test_logprobs.py tests/test_losses.py
 
-PYTHONPATH=tests "$PYTHON" - "$WORK" <<'END'
+"$PYTHON" - "$WORK" <<'END'
 import sys
 from pathlib import Path
 from tiny import save_questions, save_tiny

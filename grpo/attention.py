@@ -43,6 +43,7 @@ def own_attention(model) -> bool:
 
 
 @functools.lru_cache
+@torch.inference_mode(False)  # it may be made while decoding and is kept for training, whose graph it is part of
 def _all_seen(device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, 1, 1, device=device)  # four dimensions, so that transformers makes no mask of its own
 

@@ -15,7 +15,6 @@ for, and ends with an error naming the peer; time for which a process itself was
 
 import queue
 import re
-import socket
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from grpo.address import cannot_listen
 from grpo.clock import awake
 from grpo.keys import guard_learner, guard_sampler
 from grpo.messages import (
@@ -180,6 +180,7 @@ class _Endpoint:
 
     def _open_socket(self, kind: int) -> zmq.Socket:
         self._socket = self._context.socket(kind)
+        self._socket.ipv6 = "[" in self.address
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._monitor = self._socket.get_monitor_socket(_REFUSED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         return self._socket
@@ -237,18 +238,6 @@ class _Endpoint:
         raise NotImplementedError
 
 
-def numeric(host: str) -> str:
-    """The address of a host name, for a socket listens at addresses alone.
-
-    Raises:
-        ChannelError: a name that this machine cannot resolve.
-    """
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise ChannelError(f"--host {host} is no address and no name that is known here: {error.strerror}") from error
-
-
 class LearnerChannel(_Endpoint):
     """The learner's end: binds `address` at once, and from `start` on talks to samplers on behalf of a Desk.
 
@@ -277,7 +266,7 @@ class LearnerChannel(_Endpoint):
             raise
         except zmq.ZMQError as error:
             self.close()
-            raise ChannelError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
+            raise ChannelError(cannot_listen(address, error.errno, error.strerror)) from error
 
     def start(self, desk: Desk) -> None:
         """Begin to answer samplers."""

@@ -8,11 +8,9 @@ import argparse
 import contextlib
 import importlib.metadata
 import io
-import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,34 +18,40 @@ from pathlib import Path
 import psutil
 import torch
 import zmq
-from transformers import AutoConfig, AutoModelForCausalLM
 
 # This is a program of its own, run from the root beside the two workers; nothing in grpo/ imports it.
 import sampling_worker
 import training_worker
 from data import load_examples
+from grpo.adapters import AdapterStore
+from grpo.address import check_free
 from grpo.engine import groups_per_step, precision, read_ds_config
+from grpo.facts import empty_model, read_config
 from grpo.files import sync
 from grpo.keys import guard_learner, guard_sampler
-from grpo.models import load_tokenizer
-from grpo.reference import load_init_adapter
+from grpo.learner import check_facts
+from grpo.models import quiet_libraries
+from grpo.reference import References
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main() -> None:
     """Run every check."""
+    quiet_libraries()
     ranks, learner, sampler = parse_both(sys.argv[1:])
-    failed = 0
+    failed: list[str] = []
     for check in (versions, folder, port, keys, batch_sizes, model, dataset):
         try:
             for line in check(learner, sampler, ranks):
                 print(f"ok   {line}", flush=True)
         except (ValueError, OSError) as error:
-            failed += 1
-            print(f"NO   {error}", flush=True)
-    print("ready" if not failed else f"{failed} things to mend first")
-    sys.exit(failed)
+            if str(error) not in failed:  # two checks may stumble over one thing
+                failed.append(str(error))
+                print(f"NO   {error}", flush=True)
+    things = "1 thing" if len(failed) == 1 else f"{len(failed)} things"
+    print("ready" if not failed else f"{things} to mend first")
+    sys.exit(len(failed))
 
 
 def parse_both(argv: list[str]) -> tuple[int, argparse.Namespace, argparse.Namespace]:
@@ -131,15 +135,7 @@ def port(learner, sampler, ranks: int) -> Iterator[str]:
     """The learner can listen where the samplers look for it."""
     if learner.port != sampler.port:
         raise ValueError(f"--port is {learner.port} and {sampler.port}: give both the same")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((learner.host, learner.port))
-        except OSError as error:
-            raise ValueError(
-                f"--port {learner.port} on {learner.host}: {error.strerror}; end what uses it (a learner?), or give "
-                "both sides another"
-            ) from error
+    check_free(learner.host, learner.port)
     yield f"port {learner.port} on {learner.host} is free"
 
 
@@ -174,14 +170,9 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
     path = learner.model_path
     if path != sampler.model_path:
         raise ValueError(f"--model_path is {path} and {sampler.model_path}: give both the same")
-    load_tokenizer(path)
-    if learner.init_adapter:
-        load_init_adapter(Path(learner.init_adapter).expanduser())
-    with torch.device("meta"):  # counts without loading
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    empty.tie_weights()
+    empty = empty_model(read_config(path), path)
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    dtype = precision(json.loads(Path(learner.ds_config).read_text()))
+    dtype = precision(read_ds_config(learner.ds_config, ranks))
     needed, gpus = parameters * BYTES[dtype], torch.cuda.device_count()
     if gpus:
         what, available = "the fullest GPU has", min(torch.cuda.mem_get_info(i)[0] for i in range(gpus))
@@ -192,6 +183,10 @@ def model(learner, sampler, ranks: int) -> Iterator[str]:
             f"{what} {available / 1e9:.1f} GB free, the weights of --model_path {path} in {dtype} alone take "
             f"{needed / 1e9:.1f}: a smaller model, fewer ranks, or ZeRO stage 3 in --ds_config"
         )
+    store = AdapterStore(learner.save_path)
+    references = References(store, learner.init_adapter, learner.ref_sync_steps, learner.ref_mixup_alpha)
+    check_facts(learner, references.start())
+    sampling_worker.check_facts(sampler)
     yield (
         f"--model_path {path}: {parameters / 1e6:.0f} million parameters, {needed / 1e9:.1f} GB in {dtype}; {what} "
         f"{available / 1e9:.1f} GB free"

@@ -10,7 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, TaskType, get_peft_model_state_dict
 
-from grpo.adapters import AdapterError, copy_into
+from grpo.adapters import AdapterError, adapter_in, copy_into
+from grpo.facts import check_adapter, empty_model, read_config
 from grpo.models import DTYPES, add_lora
 from grpo.reference import load_init_adapter
 
@@ -21,12 +22,18 @@ def read_ds_config(path: str, ranks: int) -> dict:
     """The DeepSpeed configuration; ValueError for what cannot work here.
 
     Raises:
-        ValueError: no JSON, or batch sizes that are absent or do not fit the number of ranks.
+        ValueError: no JSON, batch sizes that are absent or do not fit the number of ranks, or a dtype that this device
+            lacks.
     """
     try:
         config = json.loads(Path(path).read_text())
     except ValueError as error:
         raise ValueError(f"--ds_config {path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--ds_config {path} must hold an object, as in the ds_config.json beside training_worker.py")
+    for name in ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(f'--ds_config {path} has {config[name]!r} for "{name}", where an object must stand')
     sizes = [config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(
@@ -52,6 +59,8 @@ def read_ds_config(path: str, ranks: int) -> dict:
         )
     if "optimizer" not in config:
         raise ValueError(f'--ds_config {path} has no "optimizer": it sets the learning rate')
+    if precision(config) == "float16" and not get_accelerator().is_fp16_supported():
+        raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {path}, or put bf16 there")
     return config
 
 
@@ -79,8 +88,6 @@ def groups_per_step(ds_config: dict, ranks: int, group_size: int, path: str) -> 
 def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tuple[deepspeed.DeepSpeedEngine, str]:
     """Put a LoRA adapter on the model, fresh or from the folder `start`, and hand its parameters alone to DeepSpeed."""
     dtype = precision(ds_config)
-    if dtype == "float16" and not get_accelerator().is_fp16_supported():
-        raise ValueError(f"this device has no fp16; take fp16 out of --ds_config {args.ds_config}, or put bf16 there")
     model = model.to(DTYPES[dtype])
     model = with_saved_adapter(model, start) if start else with_fresh_adapter(model, args)
     if args.gradient_checkpointing:
@@ -95,6 +102,16 @@ def make_engine(model, args, ds_config: dict, start: Path | None = None) -> tupl
     except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:  # how it refuses an entry
         raise ValueError(f"DeepSpeed refuses --ds_config {args.ds_config}: {error!r:.300}") from error
     return engine, dtype
+
+
+def check_lora(args, start: Path | None = None) -> None:
+    """ValueError where the adapter that `make_engine` would put on the model does not fit it; loads no weights."""
+    if start:
+        load_init_adapter(start)
+        check_adapter(adapter_in(start) or start, args.model_path, "--init_adapter")
+        return
+    with torch.device("meta"):
+        with_fresh_adapter(empty_model(read_config(args.model_path), args.model_path), args)
 
 
 def with_saved_adapter(model, folder: Path):

@@ -8,7 +8,6 @@ gives both sides what they need; for samplers of different owners make one pair 
 learner.
 """
 
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -16,14 +15,6 @@ from pathlib import Path
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def make_keys(folder: Path) -> None:
@@ -50,6 +41,12 @@ def guard_learner(socket: zmq.Socket, folder: Path, context: zmq.Context) -> Thr
     return authenticator
 
 
+def check_sampler_keys(folder: Path) -> None:
+    """ValueError unless `folder` holds what `guard_sampler` reads."""
+    _load(folder / "sampler.key_secret")
+    _load(folder / "learner.key")
+
+
 def guard_sampler(socket: zmq.Socket, folder: Path) -> None:
     """Speak only with the owner of learner.key, and as the owner of sampler.key_secret."""
     socket.curve_publickey, socket.curve_secretkey = _load(folder / "sampler.key_secret")
@@ -58,7 +55,10 @@ def guard_sampler(socket: zmq.Socket, folder: Path) -> None:
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
+        public, secret = zmq.auth.load_certificate(path)
+        if path.suffix == ".key_secret" and not secret:
+            raise ValueError("it has no secret key")
+        return public, secret
     except (OSError, ValueError) as error:
         raise ValueError(f"--keys {path.parent}: {path.name} cannot be read ({error}): see ./run.sh keys") from error
 

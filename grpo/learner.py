@@ -16,13 +16,15 @@ from pathlib import Path
 
 import torch
 
+from grpo import address
 from grpo.adapters import AdapterError, AdapterStore
 from grpo.batch import Batch
-from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel, numeric
+from grpo.channel import NOTICE_SECONDS, ChannelError, LearnerChannel
 from grpo.checkpoints import checkpoint_steps, load_checkpoint, newest_checkpoint, save_checkpoint
 from grpo.clock import awake
 from grpo.collector import Collector
-from grpo.engine import groups_per_step, make_engine, read_ds_config
+from grpo.engine import check_lora, groups_per_step, make_engine, read_ds_config
+from grpo.facts import check_model
 from grpo.guard import Guard
 from grpo.held_out import HeldOut
 from grpo.journal import Journal
@@ -57,6 +59,10 @@ class Learner:
         self.store = AdapterStore(args.save_path)
         self.channel = self.source = self.logbook = None  # rank 0 alone has them
         self._on_rank_zero(self._claim_port_and_folder)
+        references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
+        self._on_rank_zero(lambda: check_facts(args, references.start()))
+        config = read_ds_config(args.ds_config, self.ranks.size)
+        self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
         self._stop_signal: str | None = None
         self._failure: ChannelError | NotFinite | None = None
         self._abandoned = False  # the step under way, for a signal
@@ -67,10 +73,7 @@ class Learner:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = load_tokenizer(args.model_path)
         fingerprints = {"model": model_fingerprint(model), "tokenizer": tokenizer_fingerprint(self.tokenizer)}
-        config = read_ds_config(args.ds_config, self.ranks.size)
         self._settings = vars(args) | {"ds_config": copy.deepcopy(config)}  # DeepSpeed takes entries out of its own
-        self.groups_per_step = groups_per_step(config, self.ranks.size, args.group_size, args.ds_config)
-        references = References(self.store, args.init_adapter, args.ref_sync_steps, args.ref_mixup_alpha)
         self.engine, self.dtype = make_engine(model, args, config, references.start())
         self.publisher = Publisher(self.engine, self.store, references, self.ranks, args, self.vocab_size)
         self._start_or_resume(fingerprints)
@@ -328,7 +331,7 @@ class Learner:
 
     @property
     def _address(self) -> str:
-        return f"tcp://{numeric(self.args.host)}:{self.args.port}"
+        return address.tcp(self.args.host, self.args.port)
 
     @property
     def _checkpoints(self) -> Path:
@@ -540,3 +543,10 @@ class Learner:
         if self.source.stale_length is not None:
             record["groups/stale_mean_length"] = self.source.stale_length
         return record | {f"groups/dropped/{reason}": n for reason, n in self.source.dropped.items()}
+
+
+def check_facts(args, start: Path | None) -> None:
+    """What can be known of model and adapter before weights are loaded; doctor asks the same. ValueError if not."""
+    for note in check_model(args.model_path):
+        print(note, flush=True)
+    check_lora(args, start)

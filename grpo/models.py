@@ -8,8 +8,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.hub import use_hub_if_it_answers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ELEMENTS = 64  # of each weight, for the fingerprint
@@ -28,21 +32,23 @@ class ModelNotFound(ValueError):
 
 def load_model(model_path: str) -> PreTrainedModel:
     """The causal LM in its checkpoint's own dtype, all dropout off, ready to be fingerprinted and cast."""
+    use_hub_if_it_answers(model_path)
     try:
         config = AutoConfig.from_pretrained(model_path)
         _switch_dropout_off(config)
         model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(_not_found(model_path, error)) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: weights of other shapes
+        raise ModelNotFound(not_found(model_path, error)) from error
     return model.eval()
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer."""
+    use_hub_if_it_answers(model_path)
     try:
         return AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(_not_found(model_path, error)) from error
+    except Exception as error:  # each kind of tokenizer reads its own files, and raises what it likes
+        raise ModelNotFound(not_found(model_path, error)) from error
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -107,9 +113,18 @@ def _switch_dropout_off(config) -> None:
             setattr(config, name, 0.0)
 
 
-def _not_found(model_path: str, error: Exception) -> str:
+def not_found(model_path: str, error: Exception) -> str:
+    """The sentence for a model that cannot be loaded."""
+    text = " ".join(str(error).split())[:400]
     if Path(model_path).expanduser().is_dir():
-        return f"--model_path {model_path} is a folder that holds no usable model: {error}"
+        return f"--model_path {model_path} is a folder that holds no usable model: {text}"
+    if "gated" in text:
+        return f"--model_path {model_path} is gated: ask for access on its page on the hub, then: hf auth login"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"--model_path {model_path} is no local folder, the hub is out of reach (no network, or HF_HUB_OFFLINE), "
+            "and its cache has no copy: check the spelling, or download the model elsewhere and give its folder"
+        )
     return (
         f"--model_path {model_path} is no local folder, and the hub could not give it ({error.__class__.__name__}); "
         "check the spelling, or download the model elsewhere and give its folder"

@@ -79,7 +79,8 @@ class Policy:
         try:
             self.model = PeftModel.from_pretrained(self.model, str(folder), autocast_adapter_dtype=False).eval()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise AdapterError(f"--lora_path {folder} holds no adapter that fits the model: {error}") from error
+            why = " ".join(str(error).split())[:300]  # PyTorch lists every tensor
+            raise AdapterError(f"--lora_path {folder} holds no adapter that fits the model: {why}") from error
 
     def _load(self, store: AdapterStore, version: int, run_id: str) -> None:
         manifest, config, state = store.read(version)

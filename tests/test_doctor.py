@@ -54,15 +54,68 @@ MISTAKES = {
     "a host of others": ({"--host": "0.0.0.0"}, ["trainer: --host 0.0.0.0", "./run.sh keys DIR"]),
     "device": ({"--device": "cuda:9"}, ["sampler: --device cuda:9", "--device cpu"]),
     "a flag of nobody": ({"--bach_size": 4}, ["neither side knows --bach_size"]),
+    "a host with a port": ({"--host": "127.0.0.1:5555"}, ["--host 127.0.0.1 --port 5555"]),
+    "an address of another machine": (
+        {"--host": "192.0.2.7", "--keys": "KEYS"},
+        ["--host 192.0.2.7", "no such address", "another --host"],
+    ),
+    "layers that the model lacks": ({"--lora_targets": "c_attn"}, ["--lora_targets c_attn does not fit the model"]),
+    "no adapter to start from": ({"--init_adapter": "no/such"}, ["--init_adapter", "no/such"]),
+    "a temperature that is none": ({"--temperature": "nan"}, ["--temperature is nan", "finite"]),
+    "a device that holds nothing": ({"--device": "meta"}, ["--device meta", "or cpu"]),
     "a folder of root": ({"--save_path": "/proc/run", "--lora_path": "/proc/run"}, ["--save_path /proc/run"]),
 }
 
 
 @pytest.mark.parametrize("changes, words", MISTAKES.values(), ids=MISTAKES.keys())
-def test_each_mistake_is_a_line(good, changes, words, monkeypatch, capsys):
+def test_each_mistake_is_a_line(good, changes, words, monkeypatch, capsys, tmp_path):
+    if changes.get("--keys") == "KEYS":
+        make_keys(tmp_path / "keys")
+        changes = changes | {"--keys": tmp_path / "keys"}
     code, printed = run(good | changes, monkeypatch, capsys)
     (line,) = [line for line in printed.split("\n") if line.startswith("NO")]
     assert code == 1 and all(word in line for word in words), printed
+
+
+def spoilt_model(folder, **fields):
+    """A model folder with other values in its config.json."""
+    config = json.loads((save_tiny(folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+CONFIGS = {
+    "no object": ([], "must hold an object"),
+    "a switch as a value": ({"bf16": True}, "has True for \"bf16\""),
+    "no optimizer": ({"optimizer": None}, "has None for \"optimizer\""),
+}
+
+
+@pytest.mark.parametrize("change, words", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_configuration_that_is_none_is_one_line(good, change, words, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    content = json.loads(good["--ds_config"].read_text())
+    path.write_text(json.dumps(change if isinstance(change, list) else content | change))
+    code, printed = run(good | {"--ds_config": path}, monkeypatch, capsys)
+    assert code == 1 and printed.count("NO ") == 1 and f"NO   --ds_config {path} {words}" in printed
+
+
+def test_what_config_json_tells_is_checked_for_both_sides(good, monkeypatch, capsys, tmp_path):
+    quantised = spoilt_model(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
+    code, printed = run(good | {"--model_path": quantised}, monkeypatch, capsys)
+    assert code == 1 and f"NO   --model_path {quantised} is quantised (awq)" in printed
+    code, printed = run(good | {"--max_new_tokens": 600}, monkeypatch, capsys)
+    assert code == 0 and "note: --max_prompt_length 1024 and --max_new_tokens 600" in printed  # angles do not end
+    bare = save_tiny(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    code, printed = run(good | {"--model_path": bare}, monkeypatch, capsys)
+    assert code == 1 and "has no weights that transformers can load" in printed
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_ipv6_needs_no_keys_on_this_machine(good, monkeypatch, capsys):
+    code, printed = run(good | {"--host": "::1", "--port": free_port()}, monkeypatch, capsys)
+    assert code == 0 and "on ::1 is free" in printed or "no such address" in printed
 
 
 def test_a_taken_port_is_named(good, monkeypatch, capsys):
