@@ -79,6 +79,8 @@ share_out() {
     [ "$count" -le 2 ] || TRAINER=${gpus[0]},${gpus[1]} SAMPLER=${gpus[2]}
     TRAINER=${TRAINER_GPUS:-$TRAINER} SAMPLER=${SAMPLER_GPUS:-$SAMPLER}
     for name in TRAINER SAMPLER; do
+        [[ ${!name} =~ ^[^,]+(,[^,]+)*$ ]] || fail "${name}_GPUS=${!name} is not a list of GPU ids such as 0,1"
+        [ -z "$(tr ',' '\n' <<<"${!name}" | sort | uniq -d)" ] || fail "${name}_GPUS=${!name} names a GPU twice"
         for id in ${!name//,/ }; do
             [[ " ${gpus[*]} " == *" $id "* ]] ||
                 fail "${name}_GPUS=${!name}: GPU $id is not among those that are ours ($(IFS=,; echo "${gpus[*]}"))"
@@ -159,7 +161,7 @@ log_to() {
         GRPO_TERMINAL=$(tput cols 2>/dev/null || echo 80)
     fi
     if mkdir -p "$folder" 2>/dev/null; then
-        file=$folder/$side-$(date +%Y%m%d-%H%M%S)-$(hostname)-$$.log
+        file=$folder/$side-$(date +%Y%m%d-%H%M%S)-${HOSTNAME:-host}-$$.log
         ln -sfn "$(basename "$file")" "$folder/$side.log" 2>/dev/null || true
         find "$folder" -name "$side-*.log*" -type f -printf '%T@ %p\n' 2>/dev/null | sort -rn | tail -n "+$KEPT_LOGS" |
             cut -d' ' -f2- | while IFS= read -r old; do rm -f "$old"; done

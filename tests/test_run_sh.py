@@ -107,6 +107,8 @@ def test_gpus_and_ranks_of_ones_own(machine):
     [
         (8, dict(CUDA_VISIBLE_DEVICES="5,6", TRAINER_GPUS="0,1"), "TRAINER_GPUS=0,1: GPU 0 is not among those that are ours (5,6)"),  # fmt: skip  # noqa: E501
         (2, dict(SAMPLER_GPUS="2"), "SAMPLER_GPUS=2: GPU 2 is not among those that are ours (0,1)"),
+        (2, dict(TRAINER_GPUS=","), "TRAINER_GPUS=, is not a list of GPU ids such as 0,1"),
+        (2, dict(TRAINER_GPUS="0,0"), "TRAINER_GPUS=0,0 names a GPU twice"),
         (0, dict(TRAINER_GPUS="0"), "TRAINER_GPUS=0, but there is no GPU here"),
         (0, dict(TRAINER_RANKS="none"), "TRAINER_RANKS=none is not a number from 1 on"),
     ],
