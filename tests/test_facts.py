@@ -28,7 +28,8 @@ import sampling_worker
 import training_worker
 from data import render_prompt
 from grpo.facts import check_adapter, check_model
-from grpo.models import add_lora
+from grpo.models import add_lora, load_model, load_tokenizer
+from grpo.policy import Policy
 
 LENGTHS = {"--max_prompt_length": 1024, "--max_new_tokens": 256}
 
@@ -394,5 +395,10 @@ def test_a_silent_hub_is_asked_once_for_all(silent_hub):
 
 def test_a_local_folder_never_asks_the_hub(silent_hub, whole, tmp_path):
     check(whole, LENGTHS)
-    check_adapter(adapter(tmp_path / "a", tiny_model()), str(whole), "--lora_path")
+    folder = adapter(tmp_path / "a", tiny_model())
+    change(folder, "adapter_config.json", base_model_name_or_path=str(whole))
+    check_adapter(folder, str(whole), "--lora_path")
+    load_tokenizer(str(whole))
+    policy = Policy(load_model(str(whole)), [2], "cpu", dtype="float32", temperature=1.0)
+    policy.load_folder(folder)
     assert silent_hub == []
