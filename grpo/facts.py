@@ -249,7 +249,7 @@ def _check_lengths(empty: PreTrainedModel, model_path: str, lengths: dict[str, i
     """The longest sequence has a position for each token: a must with a table of positions, else a note."""
     config = empty.config.get_text_config()
     limit, wanted = getattr(config, "max_position_embeddings", None), sum(lengths.values())
-    if not limit or wanted <= limit:
+    if not limit or limit < 0 or wanted <= limit:  # XLNet has -1: none
         return
     flags = " and ".join(f"{flag} {value}" for flag, value in lengths.items())
     sentence = f"{flags} make sequences of up to {wanted} tokens, --model_path {model_path} has {limit} positions"

@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
 from transformers import (
@@ -249,6 +250,18 @@ def test_a_number_that_is_none_is_refused_with_its_flag(side, flags, capsys):
         side.parse_args([*more, *before, f"{flag}={value}"])
     printed = capsys.readouterr().err
     assert f"error: {flag} is " in printed and "it must" in printed
+
+
+def test_weights_that_are_missing_are_not_made_up(model):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 2 weights, for instance model.layers.1.mlp.up_proj.weight"):
+        load_model(str(model))
+    tensors["model.norm.weight"] = torch.ones(33)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"--model_path {model} is a folder that holds no usable model"):
+        load_model(str(model))
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
