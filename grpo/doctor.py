@@ -97,7 +97,10 @@ def versions(learner, sampler, ranks: int) -> Iterator[str]:
     wanted = dict(re.match(r"([\w-]+)==([\w.]+)", line).groups() for line in lines if re.match(r"[\w-]+==", line))
     del wanted["transformers"]  # pinned by Python version
     for name, version in wanted.items():
-        found = importlib.metadata.version(name).partition("+")[0]
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
         if found != version:
             raise ValueError(f"{name} is {found}, requirements.txt has {version}: ./run.sh setup")
     yield f"Python {sys.version.split()[0]}, torch {torch.__version__}, packages as in requirements.txt"
