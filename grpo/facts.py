@@ -286,6 +286,8 @@ def check_numbers(parser: ArgumentParser, args: Namespace, above_zero: tuple[str
 def check_adapter(folder: str | Path, model_path: str, flag: str) -> None:
     """ValueError unless the PEFT adapter in `folder`, which `flag` names, fits the model: layers and shapes."""
     folder = Path(folder).expanduser()
+    if (folder / "adapter_model.bin").exists() and not (folder / "adapter_model.safetensors").exists():
+        return  # an older file without a header: PEFT compares it when it loads it
     try:
         config = PeftConfig.from_pretrained(str(folder))
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:

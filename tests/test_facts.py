@@ -353,6 +353,9 @@ def test_adapters_of_this_model_fit(whole, tmp_path):
         [{}, {"targets": ["q_proj"]}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}]
     ):
         check_adapter(adapter(tmp_path / str(i), tiny_model(), **fields), str(whole), "--lora_path")
+    torch.save(load_file(tmp_path / "0" / "adapter_model.safetensors"), tmp_path / "0" / "adapter_model.bin")
+    (tmp_path / "0" / "adapter_model.safetensors").unlink()
+    check_adapter(tmp_path / "0", str(whole), "--lora_path")
 
 
 def test_a_folder_without_adapter_is_named(whole, tmp_path):
