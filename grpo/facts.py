@@ -236,11 +236,11 @@ def _check_prompt(tokenizer, config, model_path: str, render: Callable[..., str]
     except Exception as error:  # a template is foreign code, and may use anything that a message lacks
         raise ValueError(
             f"--model_path {model_path}: its chat template fails on a system prompt and a question "
-            f"({type(error).__name__}: {_line(error)}): mend chat_template in the tokenizer's files"
+            f"({type(error).__name__}: {_line(error)}): fix chat_template in the tokenizer's files"
         ) from error
     if QUESTION not in text:
         raise ValueError(
-            f"--model_path {model_path}: its chat template leaves the question out ({text!r:.200}): mend chat_template "
+            f"--model_path {model_path}: its chat template leaves the question out ({text!r:.200}): fix chat_template "
             "in the tokenizer's files"
         )
 

@@ -217,7 +217,7 @@ def test_a_sampler_on_another_folder_is_refused_and_the_run_goes_on(tmp_path, ma
     assert stray.wait(LIMIT) != 0 and odd.wait(LIMIT) != 0
     run_id = AdapterStore(run.path).read_run()["run_id"]
     assert f"holds no run.json, the learner publishes run {run_id}" in stray.output()
-    assert "--batch_size 6 is no multiple of the learner's --group_size 4" in odd.output()
+    assert "--batch_size 6 is not a multiple of the learner's --group_size 4" in odd.output()
     actor = run.start_sampler(workers)
     assert trainer.wait(LIMIT) == 0 and actor.wait(LIMIT) == 0
 
