@@ -154,7 +154,8 @@ def batch_sizes(learner, sampler, ranks: int) -> Iterator[str]:
     prompts = groups_per_step(config, ranks, learner.group_size, learner.ds_config)
     if sampler.batch_size % learner.group_size:
         raise ValueError(
-            f"--batch_size {sampler.batch_size} is not a multiple of --group_size {learner.group_size}: change one of them"
+            f"--batch_size {sampler.batch_size} is not a multiple of --group_size {learner.group_size}: change one of "
+            "them"
         )
     decoded = f"{sampler.batch_size} completions at a time" if sampler.batch_size else "as many completions as fit"
     yield (
