@@ -50,7 +50,7 @@ def main() -> None:
                 failed.append(str(error))
                 print(f"NO   {error}", flush=True)
     things = "1 thing" if len(failed) == 1 else f"{len(failed)} things"
-    print("ready" if not failed else f"{things} to mend first")
+    print("ready" if not failed else f"{things} to fix first")
     sys.exit(len(failed))
 
 
@@ -102,7 +102,10 @@ def versions(learner, sampler, ranks: int) -> Iterator[str]:
     wanted = dict(re.match(r"([\w-]+)==([\w.]+)", line).groups() for line in lines if re.match(r"[\w-]+==", line))
     del wanted["transformers"]  # pinned by Python version
     for name, version in wanted.items():
-        found = importlib.metadata.version(name).partition("+")[0]
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
         if found != version:
             raise ValueError(f"{name} is {found}, requirements.txt has {version}: ./run.sh setup")
     yield f"Python {sys.version.split()[0]}, torch {torch.__version__}, packages as in requirements.txt"
@@ -156,7 +159,8 @@ def batch_sizes(learner, sampler, ranks: int) -> Iterator[str]:
     prompts = groups_per_step(config, ranks, learner.group_size, learner.ds_config)
     if sampler.batch_size % learner.group_size:
         raise ValueError(
-            f"--batch_size {sampler.batch_size} is no multiple of --group_size {learner.group_size}: change one of them"
+            f"--batch_size {sampler.batch_size} is not a multiple of --group_size {learner.group_size}: change one of "
+            "them"
         )
     decoded = f"{sampler.batch_size} completions at a time" if sampler.batch_size else "as many completions as fit"
     yield (

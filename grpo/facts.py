@@ -236,11 +236,11 @@ def _check_prompt(tokenizer, config, model_path: str, render: Callable[..., str]
     except Exception as error:  # a template is foreign code, and may use anything that a message lacks
         raise ValueError(
             f"--model_path {model_path}: its chat template fails on a system prompt and a question "
-            f"({type(error).__name__}: {_line(error)}): mend chat_template in the tokenizer's files"
+            f"({type(error).__name__}: {_line(error)}): fix chat_template in the tokenizer's files"
         ) from error
     if QUESTION not in text:
         raise ValueError(
-            f"--model_path {model_path}: its chat template leaves the question out ({text!r:.200}): mend chat_template "
+            f"--model_path {model_path}: its chat template leaves the question out ({text!r:.200}): fix chat_template "
             "in the tokenizer's files"
         )
 
@@ -249,7 +249,7 @@ def _check_lengths(empty: PreTrainedModel, model_path: str, lengths: dict[str, i
     """The longest sequence has a position for each token: a must with a table of positions, else a note."""
     config = empty.config.get_text_config()
     limit, wanted = getattr(config, "max_position_embeddings", None), sum(lengths.values())
-    if not limit or wanted <= limit:
+    if not limit or limit < 0 or wanted <= limit:  # XLNet has -1: none
         return
     flags = " and ".join(f"{flag} {value}" for flag, value in lengths.items())
     sentence = f"{flags} make sequences of up to {wanted} tokens, --model_path {model_path} has {limit} positions"
@@ -286,6 +286,8 @@ def check_numbers(parser: ArgumentParser, args: Namespace, above_zero: tuple[str
 def check_adapter(folder: str | Path, model_path: str, flag: str) -> None:
     """ValueError unless the PEFT adapter in `folder`, which `flag` names, fits the model: layers and shapes."""
     folder = Path(folder).expanduser()
+    if (folder / "adapter_model.bin").exists() and not (folder / "adapter_model.safetensors").exists():
+        return  # an older file without a header: PEFT compares it when it loads it
     try:
         config = PeftConfig.from_pretrained(str(folder))
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:

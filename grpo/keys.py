@@ -9,12 +9,16 @@ learner.
 """
 
 import os
+import struct
 import sys
 from pathlib import Path
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+KEY_BYTES = 32
 
 
 def make_keys(folder: Path) -> None:
@@ -34,6 +38,8 @@ def make_keys(folder: Path) -> None:
 def guard_learner(socket: zmq.Socket, folder: Path, context: zmq.Context) -> ThreadAuthenticator:
     """Let only those in whose public key lies in `folder`; the result must be stopped before the context ends."""
     socket.curve_publickey, socket.curve_secretkey = _load(folder / "learner.key_secret")
+    for path in folder.glob("*.key"):
+        _load(path)  # with one that cannot be read ZeroMQ lets nobody in
     socket.curve_server = True
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -58,8 +64,11 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         public, secret = zmq.auth.load_certificate(path)
         if path.suffix == ".key_secret" and not secret:
             raise ValueError("it has no secret key")
+        for key in (public, secret) if secret else (public,):
+            if len(z85.decode(key)) != KEY_BYTES:
+                raise ValueError("a key has 40 characters")
         return public, secret
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, struct.error) as error:
         raise ValueError(f"--keys {path.parent}: {path.name} cannot be read ({error}): see ./run.sh keys") from error
 
 

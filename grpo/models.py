@@ -36,9 +36,14 @@ def load_model(model_path: str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(model_path)
         _switch_dropout_off(config)
-        model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype="auto")
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            model_path, config=config, dtype="auto", output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: weights of other shapes
         raise ModelNotFound(not_found(model_path, error)) from error
+    if loading["missing_keys"]:  # transformers would make them up
+        missing = sorted(loading["missing_keys"])
+        raise ModelNotFound(f"--model_path {model_path} lacks {len(missing)} weights, for instance {missing[0]}")
     return model.eval()
 
 

@@ -1,6 +1,7 @@
 """./run.sh doctor: each mistake is one line that says what to do, and a good set of flags passes."""
 
 import json
+import re
 import socket
 import sys
 
@@ -116,6 +117,20 @@ def test_what_config_json_tells_is_checked_for_both_sides(good, monkeypatch, cap
 def test_ipv6_needs_no_keys_on_this_machine(good, monkeypatch, capsys):
     code, printed = run(good | {"--host": "::1", "--port": free_port()}, monkeypatch, capsys)
     assert code == 0 and "on ::1 is free" in printed or "no such address" in printed
+
+
+SPOILT_KEYS = ["", "curve\n", 'curve\n    public-key = "short"\n', 'curve\n    public-key = "' + "\u00e9" * 40 + '"\n']
+
+
+@pytest.mark.parametrize("name", ["learner.key_secret", "sampler.key_secret", "learner.key", "sampler.key"])
+def test_keys_that_are_none_are_named(good, name, monkeypatch, capsys, tmp_path):
+    make_keys(tmp_path / "keys")
+    whole = (tmp_path / "keys" / name).read_text()
+    no_secret = re.sub("secret-key.*", "", whole)
+    for content in [*SPOILT_KEYS, re.sub('-key = ".', '-key = "', whole), *[no_secret] * (no_secret != whole)]:
+        (tmp_path / "keys" / name).write_text(content, encoding="utf-8")
+        code, printed = run(good | {"--keys": tmp_path / "keys"}, monkeypatch, capsys)
+        assert code == 1 and f"NO   --keys {tmp_path / 'keys'}: {name} cannot be read" in printed, content
 
 
 def test_a_taken_port_is_named(good, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
 from transformers import (
@@ -28,7 +29,8 @@ import sampling_worker
 import training_worker
 from data import render_prompt
 from grpo.facts import check_adapter, check_model
-from grpo.models import add_lora
+from grpo.models import add_lora, load_model, load_tokenizer
+from grpo.policy import Policy
 
 LENGTHS = {"--max_prompt_length": 1024, "--max_new_tokens": 256}
 
@@ -250,6 +252,18 @@ def test_a_number_that_is_none_is_refused_with_its_flag(side, flags, capsys):
     assert f"error: {flag} is " in printed and "it must" in printed
 
 
+def test_weights_that_are_missing_are_not_made_up(model):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 2 weights, for instance model.layers.1.mlp.up_proj.weight"):
+        load_model(str(model))
+    tensors["model.norm.weight"] = torch.ones(33)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"--model_path {model} is a folder that holds no usable model"):
+        load_model(str(model))
+
+
 def test_a_reward_model_is_no_policy(tmp_path):
     config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
@@ -339,6 +353,9 @@ def test_adapters_of_this_model_fit(whole, tmp_path):
         [{}, {"targets": ["q_proj"]}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}]
     ):
         check_adapter(adapter(tmp_path / str(i), tiny_model(), **fields), str(whole), "--lora_path")
+    torch.save(load_file(tmp_path / "0" / "adapter_model.safetensors"), tmp_path / "0" / "adapter_model.bin")
+    (tmp_path / "0" / "adapter_model.safetensors").unlink()
+    check_adapter(tmp_path / "0", str(whole), "--lora_path")
 
 
 def test_a_folder_without_adapter_is_named(whole, tmp_path):
@@ -394,5 +411,10 @@ def test_a_silent_hub_is_asked_once_for_all(silent_hub):
 
 def test_a_local_folder_never_asks_the_hub(silent_hub, whole, tmp_path):
     check(whole, LENGTHS)
-    check_adapter(adapter(tmp_path / "a", tiny_model()), str(whole), "--lora_path")
+    folder = adapter(tmp_path / "a", tiny_model())
+    change(folder, "adapter_config.json", base_model_name_or_path=str(whole))
+    check_adapter(folder, str(whole), "--lora_path")
+    load_tokenizer(str(whole))
+    policy = Policy(load_model(str(whole)), [2], "cpu", dtype="float32", temperature=1.0)
+    policy.load_folder(folder)
     assert silent_hub == []
