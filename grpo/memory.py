@@ -8,6 +8,7 @@ import torch
 
 T = TypeVar("T")
 USABLE = {"cuda": 0.8, "cpu": 0.4}  # of what is free: fragments, and the other processes of a machine, want the rest
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough memory")
 LARGEST = 256  # more rows than this gain little speed
 
 
@@ -35,6 +36,13 @@ def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: 
     return min(groups * group_size, max(LARGEST // group_size, 1) * group_size)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: of a device by torch's own error, of the CPU by a plain one, within a library by text."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
 def halving(call: Callable[[int], T], size: int, least: int, what: str) -> tuple[T, int]:
     """call(size), tried again with half the size whenever memory runs out; its result and the size that worked.
 
@@ -44,8 +52,8 @@ def halving(call: Callable[[int], T], size: int, least: int, what: str) -> tuple
     while True:
         try:
             return call(size), size
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
-            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             if size <= least:
                 raise ValueError(f"out of memory with {what} {size} already, and less is not possible") from error

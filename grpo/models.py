@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RANDOM = ("dropout", "jitter", "layerdrop", "drop_path")  # in the names of a configuration's entries
 _SAMPLED_ELEMENTS = 64  # of each weight, for the fingerprint
 
 
@@ -22,6 +23,14 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
 
 
+def switch_dropout_off(config) -> None:
+    """Log-probs of both sides must agree, and dropout, layers left out or noise in a router would make them random."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and (name.endswith("_pdrop") or any(word in name for word in RANDOM)):
+                setattr(part, name, 0.0)
+
+
 class ModelNotFound(ValueError):
     """--model_path names nothing that can be loaded; the message says what was tried."""
 
@@ -30,7 +39,7 @@ def load_model(model_path: str) -> PreTrainedModel:
     """The causal LM in its checkpoint's own dtype, all dropout off, ready to be fingerprinted and cast."""
     try:
         config = AutoConfig.from_pretrained(model_path)
-        _switch_dropout_off(config)
+        switch_dropout_off(config)
         model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype="auto")
     except (OSError, ValueError) as error:
         raise ModelNotFound(_not_found(model_path, error)) from error
@@ -98,13 +107,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         ValueError: when the target modules fit nothing in the model.
     """
     return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def _switch_dropout_off(config) -> None:
-    """Log-probs of both sides must agree, and dropout would make them random."""
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
-            setattr(config, name, 0.0)
 
 
 def _not_found(model_path: str, error: Exception) -> str:
