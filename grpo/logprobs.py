@@ -110,6 +110,8 @@ def _is_plain_head(model: nn.Module) -> bool:
     logits, reason = attempt(lambda: _alone(model, batch))
     if logits is None or not logits.isfinite().all():
         raise unfit(model, reason or "its plain forward pass gives numbers that are not finite")
+    if not _is_causal(model):
+        raise unfit(model, "what it says of a token depends on the tokens after it")
 
     def by_head() -> torch.Tensor:
         with headless(head):
@@ -123,6 +125,13 @@ def _is_plain_head(model: nn.Module) -> bool:
     if not plain:
         say_once(f"{kind_of(model)} changes its head's output: logits of all completion tokens are held at a time")
     return plain
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the first tokens of a text have the same logits without the last ones."""
+    text = texts(model, 0)[-1].to(model.get_input_embeddings().weight.device)
+    whole, part = (plain_forward(model, text[None, :n], n)[0, :4].float() for n in (len(text), 4))
+    return apart(part, whole) < max(ROUNDING[model.dtype], 0.01) * 3
 
 
 def _first_that_fits(model: nn.Module, length: int, plain: bool) -> str:

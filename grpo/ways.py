@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -44,7 +45,9 @@ def kind_of(model: nn.Module) -> str:
 
 def unfit(model: nn.Module, reason: str) -> UnfitModel:
     """The error for a model that takes none of the ways."""
-    return UnfitModel(f"--model_path: a model of type {kind_of(model)} cannot be used here: {reason}")
+    adapted = any(isinstance(part, LoraLayer) for part in model.modules())
+    hint = " (with an adapter on it; other --lora_targets may do)" if adapted else ""
+    return UnfitModel(f"--model_path: a model of type {kind_of(model)} cannot be used here{hint}: {reason}")
 
 
 def plain_forward(model: nn.Module, ids: torch.Tensor, keep: int = 0) -> torch.Tensor:
