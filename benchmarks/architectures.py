@@ -44,7 +44,7 @@ SIZES = dict(
     sliding_window=WINDOW, attention_window_size=WINDOW, attention_chunk_size=WINDOW, sliding_window_size=WINDOW,
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, n_group=1,
     topk_group=1, n_shared_experts=1, moe_intermediate_size=32, moe_k=2, q_lora_rank=16, kv_lora_rank=16,
-    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, rotary_dim=8,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, unpadded_vocab_size=VOCABULARY, rotary_dim=8,
     decoder_ffn_dim=64, encoder_ffn_dim=64, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
     encoder_attention_heads=4, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=16, n_groups=1,
     state_size=16, index_topk=WINDOW, index_n_heads=4, index_head_dim=16, linear_num_key_heads=2,
@@ -116,7 +116,7 @@ def try_kind(config_class) -> str:
 
 
 def tiny(config_class):
-    """A random model of this kind with matrices of std 0.25."""
+    """A random model of this kind with matrices of std 0.15."""
     default = config_class()
     if default.get_text_config() is not default:
         raise ValueError("a model of several parts, whose text model is tried by itself")
@@ -136,7 +136,7 @@ def tiny(config_class):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
     return model
 
 

@@ -51,6 +51,12 @@ class Manifest:
     reference: int | None = None  # its version in references/, None for the base model
     base_canary: list[float] | None = None  # the same log-probs without the adapter
 
+    def __post_init__(self):
+        lists = [self.canary] + ([] if self.base_canary is None else [self.base_canary])
+        numbers = all(isinstance(one, list) and all(isinstance(value, (int, float)) for value in one) for one in lists)
+        if not (isinstance(self.lora, dict) and isinstance(self.sha256, str) and numbers):
+            raise TypeError("its entries are not of the kinds that a learner writes")
+
 
 class AdapterStore:
     """One run's adapter folder, at either side; `kind` is adapters or references."""

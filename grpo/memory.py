@@ -1,6 +1,7 @@
 """How many completions fit into memory, and going on with half as many where that was too optimistic."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import psutil
@@ -10,6 +11,20 @@ T = TypeVar("T")
 USABLE = {"cuda": 0.8, "cpu": 0.4}  # of what is free: fragments, and the other processes of a machine, want the rest
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough memory")
 LARGEST = 256  # more rows than this gain little speed
+
+
+@dataclass
+class Places:
+    """How many completions are decoded at a time: a multiple of `each`; fewer from then on once memory has run out."""
+
+    size: int
+    each: int
+    flag: str = "--batch_size"
+
+    def run(self, call: Callable[[int], T]) -> T:
+        """call(size), with `halving`."""
+        result, self.size = halving(call, self.size, self.each, self.flag)
+        return result
 
 
 def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: int) -> int:

@@ -151,7 +151,6 @@ class Policy:
         origin = str(store.folder(version))
         if manifest.run_id != run_id or manifest.version != version:
             raise AdapterError(f"{origin} is version {manifest.version} of run {manifest.run_id}")
-        check_shape(manifest, config, None, origin)
         self._held_reference = None
         if REFERENCE in self.model.peft_config:
             self.model.delete_adapter(REFERENCE)
