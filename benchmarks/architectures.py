@@ -48,7 +48,8 @@ SIZES = dict(
     decoder_ffn_dim=64, encoder_ffn_dim=64, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
     encoder_attention_heads=4, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=16, n_groups=1,
     state_size=16, index_topk=WINDOW, index_n_heads=4, index_head_dim=16, linear_num_key_heads=2,
-    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, window_size=WINDOW, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, window_size=WINDOW,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 LONGROPE = dict(
     rope_type="longrope",

@@ -22,8 +22,8 @@ from data import load_examples, response_decoder
 from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
-from grpo.metrics import draw_curve, read_metrics
 from grpo.memory import Places
+from grpo.metrics import draw_curve, read_metrics
 from grpo.models import eos_token_ids, load_model, load_tokenizer, quiet_libraries
 from grpo.policy import Policy
 from sampling_worker import held_out_questions, judge

@@ -31,8 +31,8 @@ from grpo.files import lock, sync, write_file
 
 WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
 # entries of a LoRA configuration that do not change what its weights do
-NO_SHAPE = ("inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "auto_mapping", "peft_version",
-            "lora_dropout", "runtime_config", "task_type", "eva_config", "corda_config", "loftq_config")  # fmt: skip
+NO_SHAPE = ("inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "auto_mapping",
+            "peft_version", "lora_dropout", "runtime_config", "task_type", "eva_config", "corda_config", "loftq_config")  # fmt: skip
 
 
 class AdapterError(RuntimeError):
@@ -236,9 +236,8 @@ def check_shape(manifest: Manifest, config: LoraConfig, held: tuple[Manifest, Lo
     pairs = [("rank", manifest.lora.get("rank", config.r), config.r, MANIFEST)]
     pairs += [("alpha", manifest.lora.get("alpha", config.lora_alpha), config.lora_alpha, MANIFEST)]
     if held:
-        (before, old), new, present = held, shape_of(config), shape_of(held[1])
-        pairs += [(name, value, new.get(name), "the version in use") for name, value in present.items()]
-        pairs += [(name, value, manifest.lora.get(name), "the version in use") for name, value in before.lora.items()]
+        for present, new in ((shape_of(held[1]), shape_of(config)), (held[0].lora, manifest.lora)):
+            pairs += [(name, value, new.get(name), "the version in use") for name, value in present.items()]
     for name, expected, found, source in pairs:
         if found != expected:
             raise AdapterError(f"{origin} has the LoRA setting {name} {found}, {source} has {expected}")
@@ -246,9 +245,9 @@ def check_shape(manifest: Manifest, config: LoraConfig, held: tuple[Manifest, Lo
 
 @contextlib.contextmanager
 def unchanged_on_failure(model) -> Iterator[None]:
-    """Whatever goes wrong within, a base model is afterwards without adapter layers, its weights as trainable as before.
+    """Whatever goes wrong within, a base model is afterwards without adapter layers.
 
-    PEFT puts its layers into the model that it is given, and may fail half-way.
+    PEFT puts its layers into the model that it is given, freezes the others, and may fail half-way.
     """
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     try:

@@ -24,6 +24,7 @@ from grpo.ways import (
     apart,
     attempt,
     inner_model,
+    is_partitioned,
     is_recurrent,
     kind_of,
     length_to_try,
@@ -74,7 +75,7 @@ def completion_logprobs(model: nn.Module, batch: Batch, temperature: float) -> t
 
 
 def ways_that_fit(model: nn.Module, longest: int = 0) -> Ways:
-    """How to score sequences of up to `longest` tokens: tried once on a short text, and on longer ones where it matters.
+    """How to score sequences of up to `longest` tokens: tried once, and once more for long ones where it matters.
 
     The first of packed rows, padded rows, and rows of equal length that gives what the model's own plain forward gives.
 
@@ -189,9 +190,9 @@ def _probe(model: nn.Module, length: int, count: int = 4, repeats: int = 1) -> B
 
 
 def _refuse_partitioned(model: nn.Module) -> None:
-    """ZeRO stage 3 gathers weights in each forward pass, of which all ranks must make equally many."""
-    if hasattr(model.get_input_embeddings().weight, "ds_id"):
-        raise unfit(model, "it is scored one length at a time, which ZeRO stage 3 does not allow (--ds_config: stage 2)")
+    """The ranks' micro-batches have different lengths, and so they would make differently many forward passes."""
+    if is_partitioned(model):
+        raise unfit(model, "it is scored one length at a time, which takes ZeRO stage 2 or less in --ds_config")
 
 
 def _head(model: nn.Module) -> nn.Module:
@@ -230,7 +231,8 @@ def _one_by_one(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _unpadded(model: nn.Module, batch: Batch, together: bool) -> torch.Tensor:
-    prompts = [row[row.shape[0] - n :] for row, n in zip(batch.prompt_ids, batch.prompt_mask.sum(1).tolist(), strict=True)]
+    first = (batch.prompt_ids.shape[1] - batch.prompt_mask.sum(1)).tolist()  # columns of the first real tokens
+    prompts = [row[n:] for row, n in zip(batch.prompt_ids, first, strict=True)]
     lengths = batch.present.sum(1).tolist()  # of the completions
     rows = [
         torch.cat([prompts[parent], ids[:n]])

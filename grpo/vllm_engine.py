@@ -49,7 +49,7 @@ class VllmPolicy(Policy):
             gap, base = self._canary_gaps()
             limit = CANARY_TOLERANCE[self.dtype]
             if not gap <= max(limit, base):
-                raise AdapterError(f"vLLM gives the canary text log-probs {gap:.4f} nats away from ours (limit {limit})")
+                raise AdapterError(f"vLLM gives the canary text log-probs {gap:.4f} nats off ours (limit {limit})")
         except BaseException:
             self._llm.llm_engine.remove_lora(self._request.lora_int_id)
             self._request = old  # vLLM reads it again when it is next asked for

@@ -28,6 +28,9 @@ LENGTHS = ("window", "chunk", "block_size", "local_attention", "index_topk")
 NO_LENGTHS = ("layers", "pattern", "feed_forward", "lm_head")  # what else such names are about
 
 
+PARTITIONED = 8192  # tokens, to which a model is tried at once where its weights are spread over the ranks
+
+
 class UnfitModel(ValueError):
     """--model_path names a model that cannot be sampled from or trained here; the message says why."""
 
@@ -59,6 +62,11 @@ def plain_forward(model: nn.Module, ids: torch.Tensor, keep: int = 0) -> torch.T
     return model(input_ids=ids, **settings).logits[:, -keep:]
 
 
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether ZeRO stage 3 gathers the weights in each forward pass, of which all ranks must then make equally many."""
+    return hasattr(inner_model(model).get_input_embeddings().weight, "ds_id")
+
+
 def lengths_that_matter(model: nn.Module) -> tuple[list[int], list[int]]:
     """Sequence lengths beyond which the model works another way, by its configuration.
 
@@ -69,7 +77,7 @@ def lengths_that_matter(model: nn.Module) -> tuple[list[int], list[int]]:
     config = inner_model(model).config.get_text_config()
     entries = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
     kinds = getattr(config, "layer_types", None) or ["sliding"]
-    if getattr(config, "use_sliding_window", True) is False or not any("full_attention" != kind for kind in kinds):
+    if getattr(config, "use_sliding_window", True) is False or not any(kind != "full_attention" for kind in kinds):
         entries.pop("sliding_window", None)
     named = {
         name: value
@@ -113,9 +121,14 @@ def length_to_try(model: nn.Module, longest: int) -> int | None:
             "--max_prompt_length or --max_new_tokens",
         )
     told, untold = lengths_that_matter(model)
+    if is_partitioned(model):  # all ranks try the same at the same time, whatever the lengths of their micro-batches
+        told = [length for length in told if length < PARTITIONED or longest > length]
+        longest_tried = max(longest, PARTITIONED)
+    else:
+        longest_tried = longest
     if any(longest > length for length in untold):
         return None
-    return max((length for length in told if longest > length), default=0)
+    return max((length for length in told if longest_tried > length), default=0)
 
 
 def is_recurrent(model: nn.Module) -> bool:
@@ -138,9 +151,9 @@ def trial(model: nn.Module) -> Iterator[None]:
     device = inner_model(model).get_input_embeddings().weight.device
     model.eval()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            with torch.inference_mode(False), torch.no_grad():
-                yield
+        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with random, torch.inference_mode(False), torch.no_grad():
+            yield
     finally:
         for module, flag in flags.items():
             module.training = flag
