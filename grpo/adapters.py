@@ -31,8 +31,9 @@ from grpo.files import lock, sync, write_file
 
 WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
 # entries of a LoRA configuration that do not change what its weights do
-NO_SHAPE = ("inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "auto_mapping",
-            "peft_version", "lora_dropout", "runtime_config", "task_type", "eva_config", "corda_config", "loftq_config")  # fmt: skip
+NO_SHAPE = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "auto_mapping"}
+NO_SHAPE |= {"peft_version", "lora_dropout", "runtime_config", "task_type"}
+NO_SHAPE |= {"eva_config", "corda_config", "loftq_config"}  # of how the weights are first drawn
 
 
 class AdapterError(RuntimeError):

@@ -119,7 +119,8 @@ def _gap(model, way: DecodingWay, length: int) -> float:
     prompts = [prompt.tolist() for prompt in texts(model, length)]
     vocabulary = inner_model(model).get_input_embeddings().num_embeddings
     ends = list(range(0, vocabulary, 5))  # some completions end early and make room
-    settings = dict(group_size=2, max_new_tokens=5, temperature=1.0, eos_ids=ends, places=4)
+    new = 3 if way.engine == "shared" else 5
+    settings = dict(group_size=2, max_new_tokens=new, temperature=1.0, eos_ids=ends, places=4)
     groups = _decode_by(way, model, prompts, list(range(len(prompts))), **settings)
     worst = 0.0
     for prompt, group in zip(prompts, groups, strict=True):

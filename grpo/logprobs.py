@@ -85,9 +85,9 @@ def ways_that_fit(model: nn.Module, longest: int = 0) -> Ways:
     inner = inner_model(model)  # with an adapter it is the same model, and a DeepSpeed engine's config is its own
     if inner not in _heads:
         with trial(inner):
-            _heads[inner] = _is_plain_head(inner)
-    length = length_to_try(inner, longest)
-    tried = _forwards.setdefault(inner, {})
+            _heads[inner], packs = _try_short(inner)
+        _forwards[inner] = {0: "packed"} if packs else {}
+    length, tried = length_to_try(inner, longest), _forwards[inner]
     if length is None:
         return _alone_from_here(inner, longest, _heads[inner])
     if length not in tried:
@@ -102,17 +102,20 @@ def _alone_from_here(model: nn.Module, longest: int, plain: bool) -> Ways:
     return Ways("alone", plain)
 
 
-def _is_plain_head(model: nn.Module) -> bool:
-    """Whether the model's logits are its head's output and nothing more."""
+def _try_short(model: nn.Module) -> tuple[bool, bool]:
+    """Whether the model's logits are its head's output and nothing more, and whether it runs short packed rows.
+
+    All that most models are asked, in three short passes: two sequences of equal length, once to the end and once
+    without the head, and the packed row.
+    """
     head = _head(model)
     if head is None:
         raise unfit(model, "it has no output layer of its own")
-    batch = _probe(model, 0, 1)
+    prompts = texts(model, 0)
+    batch = collate(prompts, [prompts[-1][:5], prompts[-1][:1]]).to(model.get_input_embeddings().weight.device)
     logits, reason = attempt(lambda: _alone(model, batch))
     if logits is None or not logits.isfinite().all():
         raise unfit(model, reason or "its plain forward pass gives numbers that are not finite")
-    if not _is_causal(model):
-        raise unfit(model, "what it says of a token depends on the tokens after it")
 
     def by_head() -> torch.Tensor:
         with headless(head):
@@ -125,7 +128,8 @@ def _is_plain_head(model: nn.Module) -> bool:
     plain = plain and apart(found, logits) < ROUNDING[logits.dtype] / 10
     if not plain:
         say_once(f"{kind_of(model)} changes its head's output: logits of all completion tokens are held at a time")
-    return plain
+    packs = _packs(model, batch, logits, exact=False)
+    return plain, packs and (logits.dtype == torch.float32 or _is_causal(model))  # else told by the values
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -137,10 +141,12 @@ def _is_causal(model: nn.Module) -> bool:
 
 def _first_that_fits(model: nn.Module, length: int, plain: bool) -> str:
     """A key of FORWARDS, by a trial whose texts cross `length`."""
+    if not _is_causal(model):
+        raise unfit(model, "what it says of a token depends on the tokens after it")
     batch = _probe(model, length)
     with headless(_head(model)) if plain else contextlib.nullcontext():
         expected = _one_by_one(model, batch)
-        if _packs(model, batch, expected, exact=length > 0):
+        if length and _packs(model, batch, expected, exact=True):
             return "packed"
         padded, reason = attempt(lambda: _padded(model, batch))
         told = expected.dtype == torch.float32 or not is_recurrent(model)  # half precision hides what padding does
@@ -179,13 +185,13 @@ def _agree(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return found is not None and found.shape == expected.shape and apart(found, expected) < ROUNDING[expected.dtype]
 
 
-def _probe(model: nn.Module, length: int, count: int = 4, repeats: int = 1) -> Batch:
-    """A batch for a trial: up to `count` completions of short and long prompts, all of them `repeats` times."""
+def _probe(model: nn.Module, length: int, repeats: int = 1) -> Batch:
+    """A batch for a trial: completions of short and long prompts, all of them `repeats` times."""
     prompts = texts(model, length)
     tokens = prompts[-1][:7].flip(0)
-    completions = [tokens[:5], tokens[2:4], tokens[1:4], tokens[2:6]][: min(count, len(prompts) + 1)]
+    completions = [tokens[:5], tokens[2:4], tokens[1:4], tokens[2:6]][: len(prompts) + 1]
     prompt_of = [0, 0, 1, 2][: len(completions)]
-    batch = collate(prompts[: prompt_of[-1] + 1], completions * repeats, prompt_of * repeats)
+    batch = collate(prompts, completions * repeats, prompt_of * repeats)
     return batch.to(model.get_input_embeddings().weight.device)
 
 

@@ -122,13 +122,12 @@ def length_to_try(model: nn.Module, longest: int) -> int | None:
         )
     told, untold = lengths_that_matter(model)
     if is_partitioned(model):  # all ranks try the same at the same time, whatever the lengths of their micro-batches
-        told = [length for length in told if length < PARTITIONED or longest > length]
-        longest_tried = max(longest, PARTITIONED)
-    else:
-        longest_tried = longest
+        untold = [*untold, *(length for length in told if length >= PARTITIONED)]
+        told = [length for length in told if length < PARTITIONED]
+        return None if any(longest > length for length in untold) else max(told, default=0)
     if any(longest > length for length in untold):
         return None
-    return max((length for length in told if longest_tried > length), default=0)
+    return max((length for length in told if longest > length), default=0)
 
 
 def is_recurrent(model: nn.Module) -> bool:
