@@ -43,7 +43,7 @@ from grpo.flags import Parser
 from grpo.generation import Completion
 from grpo.keys import check_sampler_keys
 from grpo.logprobs import ways_that_fit
-from grpo.memory import halving, places_that_fit
+from grpo.memory import Places, halving, places_that_fit
 from grpo.messages import PROTOCOL_VERSION, Welcome
 from grpo.models import (
     DTYPES,
@@ -152,6 +152,13 @@ class Sampler:
         """The questions for the learner's --eval_steps, loaded when a run first asks for them."""
         return load_held_out(self.args)
 
+    @functools.cached_property
+    def held_out_places(self) -> Places:
+        """How many held-out questions are answered at a time: counted for single completions, once the first are."""
+        args = self.args
+        size = args.batch_size or places_that_fit(self.policy.model, 1, args.max_prompt_length, args.max_new_tokens)
+        return Places(size, each=1)
+
     def held_out_facts(self) -> dict:
         """What the learner compares of the held-out questions, or why there are none."""
         try:
@@ -219,7 +226,7 @@ class Sampler:
             judge,
             samples=0,
             max_new_tokens=self.args.max_new_tokens,
-            batch_size=self.places,
+            places=self.held_out_places,
         ):
             for record in records:
                 self.channel.send(by_index[record["index"]], json.dumps(record).encode())

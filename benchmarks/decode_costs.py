@@ -21,7 +21,7 @@ from peft import LoraConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo.generation import _SharedPrompts, shares_prompts
+from grpo.generation import _SharedPrompts, decoding_way
 from grpo.lean import lean
 from grpo.models import DTYPES, add_lora, load_model
 
@@ -36,7 +36,7 @@ def main() -> None:
     args = parse_args()
     dtype = DTYPES[args.dtype]
     model = add_lora(load_model(args.model_path).to(args.device, dtype), LoraConfig(r=16, target_modules="all-linear"))
-    assert shares_prompts(model), "this model's attention cannot be exchanged"
+    assert decoding_way(model).engine == "shared", "this model's attention cannot be exchanged"
     operations, traffic = rates(args.device, dtype)
     print(f"{operations / 1e9:.0f} GFLOP/s in matrix products, {traffic / 1e9:.1f} GB/s in sums, {args.dtype}")
     rows = []

@@ -22,6 +22,7 @@ from data import load_examples, response_decoder
 from demo.launch import run_split
 from demo.problems import SYSTEM_PROMPT
 from grpo.evaluation import evaluate, summarize
+from grpo.memory import Places
 from grpo.metrics import draw_curve, read_metrics
 from grpo.models import eos_token_ids, load_model, load_tokenizer, quiet_libraries
 from grpo.policy import Policy
@@ -109,7 +110,7 @@ def held_out_accuracy(model_path: Path, problems: Path, adapter: Path | None) ->
     if adapter:
         policy.load_folder(adapter)
     decode = response_decoder(tokenizer, eos_ids)
-    settings = dict(samples=4, max_new_tokens=NEW_TOKENS, batch_size=256)
+    settings = dict(samples=4, max_new_tokens=NEW_TOKENS, places=Places(256, each=4))
     started = time.monotonic()
     batches = evaluate(policy, decode, questions, judge, **settings)
     return summarize([record for batch in batches for record in batch], started)["accuracy"]

@@ -10,17 +10,20 @@ versions only. Nothing is edited in place. A reader takes the file's bytes into 
 and touches the model only when all fit; otherwise AdapterError says why and the model keeps what it had.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -28,6 +31,10 @@ from grpo.files import lock, sync, write_file
 from grpo.json_lines import to_json
 
 WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
+# entries of a LoRA configuration that do not change what its weights do
+NO_SHAPE = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "auto_mapping"}
+NO_SHAPE |= {"peft_version", "lora_dropout", "runtime_config", "task_type"}
+NO_SHAPE |= {"eva_config", "corda_config", "loftq_config"}  # of how the weights are first drawn
 
 
 class AdapterError(RuntimeError):
@@ -44,6 +51,13 @@ class Manifest:
     lora: dict  # rank, alpha, targets
     canary: list[float]  # log-probs of a fixed text with this version, see grpo/policy.py
     reference: int | None = None  # its version in references/, None for the base model
+    base_canary: list[float] | None = None  # the same log-probs without the adapter
+
+    def __post_init__(self):
+        lists = [self.canary] + ([] if self.base_canary is None else [self.base_canary])
+        numbers = all(isinstance(one, list) and all(isinstance(value, (int, float)) for value in one) for one in lists)
+        if not (isinstance(self.lora, dict) and isinstance(self.sha256, str) and numbers):
+            raise TypeError("its entries are not of the kinds that a learner writes")
 
 
 class AdapterStore:
@@ -200,6 +214,8 @@ class AdapterStore:
 def read_adapter(folder: Path, sha256: str | None = None) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """PEFT config and tensors of an adapter folder; AdapterError if it holds none, or weights of another hash."""
     try:
+        if not (folder / CONFIG).is_file():  # PEFT would look for the folder's name on the hub
+            raise FileNotFoundError(f"{folder / CONFIG} is not there")
         config = LoraConfig.from_pretrained(str(folder))
         weights = (folder / WEIGHTS).read_bytes()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -228,14 +244,65 @@ def find_adapter(lora_path: str) -> str | None:
     raise ValueError(f"--lora_path {lora_path} holds no adapter; --lora_path none evaluates the model without one")
 
 
+def adapter_tensors(model, name: str = "default") -> dict[str, torch.Tensor]:
+    """PEFT's state dict of the adapter `name`.
+
+    Embeddings are left out, which an adapter here never trains: to find out whether they have changed, PEFT would ask
+    the hub for the base model's configuration, each time.
+    """
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+
+
 def copy_into(model, state: dict[str, torch.Tensor], origin: str, name: str = "default") -> None:
     """Put tensors into the adapter `name` of a PEFT model.
 
     AdapterError, and nothing changed, unless keys and shapes all fit.
     """
-    present = get_peft_model_state_dict(model, adapter_name=name)
+    present = adapter_tensors(model, name)
     wrong = sorted(present.keys() ^ state.keys())
     wrong += [key for key in present.keys() & state.keys() if present[key].shape != state[key].shape]
     if wrong:
         raise AdapterError(f"{origin} does not fit the model's LoRA layers, for instance {wrong[0]}")
     set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def shape_of(config: LoraConfig) -> dict:
+    """All that a LoRA configuration says of the function that its weights make."""
+    return {
+        name: sorted(value) if isinstance(value, (set, list, tuple)) else value
+        for name, value in config.to_dict().items()
+        if name not in NO_SHAPE
+    }
+
+
+def check_shape(manifest: Manifest, config: LoraConfig, held: tuple[Manifest, LoraConfig] | None, origin: str) -> None:
+    """AdapterError unless manifest and configuration agree, with each other and with the version that is `held`."""
+    pairs = [("rank", manifest.lora.get("rank", config.r), config.r, MANIFEST)]
+    pairs += [("alpha", manifest.lora.get("alpha", config.lora_alpha), config.lora_alpha, MANIFEST)]
+    if held:
+        for present, new in ((shape_of(held[1]), shape_of(config)), (held[0].lora, manifest.lora)):
+            pairs += [(name, value, new.get(name), "the version in use") for name, value in present.items()]
+    for name, expected, found, source in pairs:
+        if found != expected:
+            raise AdapterError(f"{origin} has the LoRA setting {name} {found}, {source} has {expected}")
+
+
+@contextlib.contextmanager
+def unchanged_on_failure(model) -> Iterator[None]:
+    """Whatever goes wrong within, a base model is afterwards without adapter layers.
+
+    PEFT puts its layers into the model that it is given, freezes the others, and may fail half-way.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    try:
+        yield
+    except BaseException:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, BaseTunerLayer):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, module.get_base_layer())
+        for mark in ("peft_config", "_hf_peft_config_loaded"):
+            vars(model).pop(mark, None)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+        raise

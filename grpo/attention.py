@@ -45,7 +45,8 @@ def own_attention(model) -> bool:
 @functools.lru_cache
 @torch.inference_mode(False)  # it may be made while decoding and is kept for training, whose graph it is part of
 def _all_seen(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, 1, 1, 1, device=device)  # four dimensions, so that transformers makes no mask of its own
+    with torch.inference_mode(False):  # it outlives the call, and autograd takes no tensor of inference mode
+        return torch.ones(1, 1, 1, 1, device=device)  # four dimensions: transformers makes no mask of its own
 
 
 AttentionInterface.register(NAME, attend)

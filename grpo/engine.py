@@ -8,9 +8,9 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from peft import LoraConfig, TaskType, get_peft_model_state_dict
+from peft import LoraConfig, TaskType
 
-from grpo.adapters import AdapterError, adapter_in, copy_into
+from grpo.adapters import AdapterError, adapter_in, adapter_tensors, copy_into
 from grpo.facts import check_adapter, empty_model, read_config
 from grpo.models import DTYPES, add_lora
 from grpo.reference import load_init_adapter
@@ -193,5 +193,4 @@ def adapter_state(engine) -> dict[str, torch.Tensor]:
     """PEFT's state dict of the adapter as it is now, whole at every rank whatever the ZeRO stage."""
     adapter = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     with deepspeed.zero.GatheredParameters(adapter, enabled=engine.zero_optimization_stage() == 3):
-        state = get_peft_model_state_dict(engine.module, save_embedding_layers=False)
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in adapter_tensors(engine.module).items()}

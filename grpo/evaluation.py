@@ -14,6 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grpo.json_lines import to_json
+from grpo.memory import Places
 from grpo.policy import Policy
 from grpo.tickets import derive_seed
 
@@ -50,26 +51,28 @@ def evaluate(
     *,
     samples: int,
     max_new_tokens: int,
-    batch_size: int,
+    places: Places,
     seed: int = 0,
 ) -> Iterator[list[dict]]:
-    """Answer the questions, `batch_size` completions at a time; yields records in parts, `max(1, samples)` a question.
+    """Answer the questions; yields records in parts, `max(1, samples)` a question.
+
+    As many completions at a time as there are `places`, which are halved, for later calls too, when memory runs out.
 
     samples: 0 for one greedy completion a question, k for k sampled at the policy's temperature.
     judge: (response, answer) -> {"strict", "lenient", "format"}.
     """
     each = max(1, samples)
-    at_a_time = REFILLS * max(1, batch_size // each)
+    at_a_time = REFILLS * max(1, places.size // each)
     for start in range(0, len(questions), at_a_time):
         batch = questions[start : start + at_a_time]
-        groups = policy.generate(
-            [question.prompt_ids for question in batch],
-            [derive_seed(seed, "evaluation", question.index) for question in batch],
-            each,
-            max_new_tokens,
-            places=batch_size,
-            temperature=None if samples else 0,
-        )
+        prompts = [question.prompt_ids for question in batch]
+        seeds = [derive_seed(seed, "evaluation", question.index) for question in batch]
+        temperature = None if samples else 0
+
+        def answer(size: int, prompts=prompts, seeds=seeds, temperature=temperature):
+            return policy.generate(prompts, seeds, each, max_new_tokens, places=size, temperature=temperature)
+
+        groups = places.run(answer)
         records = []
         for question, group in zip(batch, groups, strict=True):
             for completion in group:
@@ -83,22 +86,33 @@ def evaluate(
 
 
 def evaluate_to_files(
-    policy: Policy, decode, questions: list[Question], judge, *, samples: int, output: Path, facts: dict, **settings
+    policy: Policy,
+    decode,
+    questions: list[Question],
+    judge,
+    *,
+    samples: int,
+    batch_size: int,
+    output: Path,
+    facts: dict,
+    **settings,
 ) -> None:
     """Greedy, and with `samples` sampled too: a summary in the terminal and in OUTPUT.json, every completion in
-    OUTPUT.jsonl. `settings` are those of `evaluate`; `facts` go into the summary.
+    OUTPUT.jsonl, `batch_size` completions at a time. `settings` are those of `evaluate`; `facts` go into the summary.
     """
     results = dict(facts)
     output.parent.mkdir(parents=True, exist_ok=True)
     with open(output.with_suffix(".jsonl"), "w", encoding="utf-8") as file:
         for name, each in [("greedy", 0)] + [("sampled", samples)] * bool(samples):
             records, started = [], time.monotonic()
+            places = Places(max(1, batch_size // max(1, each)) * max(1, each), max(1, each))
             bar = tqdm(total=len(questions), desc=name, disable=not sys.stderr.isatty())
-            for batch in evaluate(policy, decode, questions, judge, samples=each, **settings):
+            for batch in evaluate(policy, decode, questions, judge, samples=each, places=places, **settings):
                 records += batch
                 file.writelines(to_json({"decoding": name} | record) + "\n" for record in batch)
                 bar.update(len(batch) // max(1, each))
             bar.close()
+            batch_size = places.size
             results[name] = summarize(records, started)
             print(f"{name}: {one_line(results[name])}", flush=True)
     output.with_suffix(".json").write_text(to_json(results, indent=2) + "\n")

@@ -8,11 +8,14 @@ drawn, up to the rounding of the logits.
 Shapes: G group, L completions still decoding ("live rows"), P longest prompt, V vocabulary.
 """
 
+import contextlib
 import heapq
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from grpo.attention import run
@@ -21,6 +24,7 @@ from grpo.logprobs import ways_that_fit
 from grpo.models import has_full_attention, say_once
 from grpo.packed import move
 from grpo.shared_prompt import SharedPromptCache
+from grpo.ways import attempt, inner_model, is_recurrent, kind_of, length_to_try, plain_forward, texts, trial
 
 CHUNK = 256  # probabilities that are summed before the draw looks inside
 
@@ -32,6 +36,18 @@ class Completion:
     ids: torch.Tensor  # (C,) int32
     logprobs: torch.Tensor  # (C,) float32, under the distribution it was drawn from
     truncated: bool  # no end token within max_new_tokens
+
+
+@dataclass(frozen=True)
+class DecodingWay:
+    """How a model decodes."""
+
+    engine: str  # a key of ENGINES
+    contiguous: bool = False  # whether its layers need each other's results in their own layout (grpo/lean.py)
+
+
+TRIAL_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}  # nats a token, mean of a completion
+_ways: "weakref.WeakKeyDictionary[nn.Module, dict[int, DecodingWay]]" = weakref.WeakKeyDictionary()
 
 
 @torch.inference_mode()
@@ -50,19 +66,93 @@ def generate(
 
     At most `places` completions are decoded at a time, 0: all. `model` is a causal LM of transformers, bare or wrapped
     by PEFT. Greedy log-probs are those at temperature 1.
+
+    Raises:
+        UnfitModel: no way of running the model gives what its own plain forward gives.
     """
-    with lean(model):
-        return _decode(model, prompts, seeds, group_size, max_new_tokens, temperature, eos_ids, places)
+    if not prompts:
+        return []
+    way = decoding_way(model, max(len(prompt) for prompt in prompts) + max_new_tokens)
+    return _decode_by(way, model, prompts, seeds, group_size, max_new_tokens, temperature, eos_ids, places)
+
+
+def decoding_way(model, longest: int = 0) -> DecodingWay:
+    """How to decode texts of up to `longest` tokens: tried once, and once more for longer ones where it matters.
+
+    The first of the ENGINES whose log-probs are those of the model's own plain forward. The plain one is no trial's
+    matter: it is that forward.
+    """
+    scoring, _ = ways_that_fit(model, longest)
+    length = length_to_try(model, longest)
+    if length is None:
+        say_once(f"{kind_of(model)} works in another way on long sequences: they are decoded without a cache, slowly")
+        return DecodingWay("plain")
+    tried = _ways.setdefault(model, {})
+    if length not in tried:
+        shares = scoring == "packed" and has_full_attention(model)
+        with trial(model):
+            tried[length] = _first_that_fits(model, length, shares)
+    return tried[length]
+
+
+def _first_that_fits(model, length: int, shares: bool) -> DecodingWay:
+    dtype = inner_model(model).dtype
+    told = dtype == torch.float32 or not is_recurrent(model)  # half precision hides what padding does to a state
+    reasons = []
+    for engine in ["shared"] * shares + ["repeated"] * told + ["grouped"]:
+        for contiguous in (False, True):
+            way = DecodingWay(engine, contiguous)
+            gap, reason = attempt(lambda way=way: _gap(model, way, length))
+            # that every layer attends by the layout is known here, and rounding alone is no reason to go another way
+            known = engine == "shared" and dtype != torch.float32
+            if gap is not None and gap < TRIAL_LIMIT[dtype] * (4 if known else 1):
+                if engine != "shared":
+                    say_once(f"{kind_of(model)} does not share prompts in decoding: {SAYS[engine]}")
+                return way
+            reasons.append(reason or f"log-probs are {gap:.3g} nats off")
+    say_once(f"{kind_of(model)} decodes without a cache, slowly: with one, {reasons[-1]}")
+    return DecodingWay("plain")
+
+
+def _gap(model, way: DecodingWay, length: int) -> float:
+    """How far the log-probs of drawn tokens are from those of the plain forward, in nats, at the worst completion."""
+    prompts = [prompt.tolist() for prompt in texts(model, length)]
+    vocabulary = inner_model(model).get_input_embeddings().num_embeddings
+    ends = list(range(0, vocabulary, 5))  # some completions end early and make room
+    new = 3 if way.engine == "shared" else 5
+    settings = dict(group_size=2, max_new_tokens=new, temperature=1.0, eos_ids=ends, places=4)
+    groups = _decode_by(way, model, prompts, list(range(len(prompts))), **settings)
+    worst = 0.0
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            ids = torch.tensor([prompt + completion.ids.tolist()], device=next(model.parameters()).device)
+            logits = plain_forward(model, ids, len(completion.ids) + 1)[0, :-1].float()
+            expected = torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
+            gaps = (completion.logprobs - expected).abs()
+            worst = max(worst, float(gaps.max() if logits.dtype == model.dtype else gaps.mean()))
+    return worst
+
+
+def _decode_by(way: DecodingWay, model, *args, **settings) -> list[list[Completion]]:
+    """`_decode` by one way."""
+    with contextlib.nullcontext() if way.engine == "plain" else lean(model, way.contiguous):
+        return _decode(ENGINES[way.engine], model, *args, **settings)
 
 
 def _decode(
-    model, prompts, seeds, group_size: int, max_new_tokens: int, temperature: float, eos_ids: list[int], places: int
+    make_engine,
+    model,
+    prompts,
+    seeds,
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    eos_ids: list[int],
+    places: int,
 ) -> list[list[Completion]]:
     device = next(model.parameters()).device
     at_a_time = max(1, places // group_size) if places else len(prompts)
-    engine = (_SharedPrompts if shares_prompts(model) else _PaddedPrompts)(
-        model, prompts, group_size, max_new_tokens, at_a_time
-    )
+    engine = make_engine(model, prompts, group_size, max_new_tokens, at_a_time)
     noise = torch.cat([_noise(seed, group_size, max_new_tokens) for seed in seeds]).to(device)  # (all, max_new_tokens)
     out = _Output(len(prompts) * group_size, max_new_tokens, device)
     end_ids = torch.tensor(eos_ids, device=device)
@@ -93,15 +183,6 @@ def _close_gaps(ended: list[bool]) -> list[int]:
     going = [i for i, end in enumerate(ended) if not end]
     late = [i for i in going if i >= len(going)]
     return [late.pop() if ended[i] else i for i in range(len(going))]
-
-
-def shares_prompts(model) -> bool:
-    """Whether the model decodes on prompts that are held once for their group; a no says so, once."""
-    fits = has_full_attention(model) and ways_that_fit(model)[0]
-    if not fits:
-        kind = model.config.get_text_config().model_type
-        say_once(f"{kind} has an attention of its own: decoding repeats prompts for each completion")
-    return fits
 
 
 class _Output:
@@ -230,6 +311,105 @@ class _PaddedPrompts:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+
+
+class _EqualPrompts:
+    """For models whose layers carry states: the model's own cache, without padding, so prompts of equal length only.
+
+    Rows that are finished stay until all of them are, for not every state can be taken apart.
+    """
+
+    def __init__(self, model, prompts: list[list[int]], group_size: int, max_new_tokens: int, at_a_time: int):
+        self._model, self._prompts, self._group_size, self._at_a_time = model, prompts, group_size, at_a_time
+        self._device = next(model.parameters()).device
+
+    def room(self, live: list[int], waiting: deque[int]) -> list[int]:
+        """The next prompts of one length, once this batch is done."""
+        new: list[int] = []
+        while not live and waiting and len(new) < self._at_a_time:
+            if new and len(self._prompts[waiting[0]]) != len(self._prompts[new[0]]):
+                break
+            new.append(waiting.popleft())
+        return new
+
+    def start(self, new: list[int], live: int) -> torch.Tensor:
+        """Prefill these prompts: (len(new) * G, V) logits of the first tokens."""
+        ids = _put([list(self._prompts[i]) for i in new], self._device).repeat_interleave(self._group_size, 0)
+        self._state: dict = {}
+        self._count, self._kept = len(ids), torch.arange(len(ids), device=self._device)
+        return self._run(ids)
+
+    def keep(self, kept: list[int], index: torch.Tensor) -> None:
+        """Only these of the live completions go on, in this order; `index` holds them on the device."""
+        self._kept = self._kept[index]
+
+    def step(self, live: list[int], rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
+        ids = tokens.new_zeros(self._count)
+        ids[self._kept] = tokens
+        return self._run(ids[:, None])[self._kept]
+
+    def _run(self, ids: torch.Tensor) -> torch.Tensor:
+        out = self._model(input_ids=ids, use_cache=True, **self._state)
+        names = ("past_key_values", "cache_params", "state")  # what models call their cache
+        self._state = {name: out[name] for name in names if out.get(name) is not None}
+        if not self._state:
+            raise NotImplementedError("the model gives no cache")
+        return out.logits[:, -1]
+
+
+class _PlainForward:
+    """For any model: each step is the plain forward of each text so far, those of equal length together."""
+
+    def __init__(self, model, prompts: list[list[int]], group_size: int, max_new_tokens: int, at_a_time: int):
+        self._model, self._prompts, self._group_size = model, prompts, group_size
+        self._live_limit, self._device = at_a_time * group_size, next(model.parameters()).device
+        self._texts: list[torch.Tensor] = []  # of the live completions, with their prompts
+
+    def room(self, live: list[int], waiting: deque[int]) -> list[int]:
+        """The prompts to start now, when these completions are still decoding."""
+        new = []
+        while waiting and len(live) + (len(new) + 1) * self._group_size <= self._live_limit:
+            new.append(waiting.popleft())
+        return new
+
+    def start(self, new: list[int], live: int) -> torch.Tensor:
+        """Take on these prompts: (len(new) * G, V) logits of the first tokens."""
+        prompts = [_put(list(self._prompts[i]), self._device) for i in new]
+        self._texts += [prompt for prompt in prompts for _ in range(self._group_size)]
+        return self._logits(prompts).repeat_interleave(self._group_size, 0)
+
+    def keep(self, kept: list[int], index: torch.Tensor) -> None:
+        """Only these of the live completions go on, in this order; `index` holds them on the device."""
+        self._texts = [self._texts[i] for i in kept]
+
+    def step(self, live: list[int], rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The live completions' newest tokens (L,) -> (L, V) logits of the next ones."""
+        self._texts = [torch.cat([text, token]) for text, token in zip(self._texts, tokens[:, None], strict=True)]
+        return self._logits(self._texts)
+
+    def _logits(self, texts: list[torch.Tensor]) -> torch.Tensor:
+        """(len(texts), V) logits of the next tokens."""
+        alike: dict[int, list[int]] = {}
+        for i, text in enumerate(texts):
+            alike.setdefault(len(text), []).append(i)
+        found = {}
+        for some in alike.values():
+            out = plain_forward(self._model, torch.stack([texts[i] for i in some]), 1)[:, -1]
+            found |= dict(zip(some, out, strict=True))
+        return torch.stack([found[i] for i in range(len(texts))])
+
+
+ENGINES = {
+    "shared": _SharedPrompts,
+    "repeated": _PaddedPrompts,
+    "grouped": _EqualPrompts,
+    "plain": _PlainForward,
+}
+SAYS = {
+    "repeated": "they are repeated for each completion",
+    "grouped": "those of equal length run together, repeated for each completion",
+}
 
 
 def _prefill(model, prompts: list[list[int]], device: torch.device):

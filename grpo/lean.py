@@ -20,19 +20,26 @@ WHOLE = 8  # numbers in a CPU's vector register: products of a multiple of it ar
 
 
 @contextlib.contextmanager
-def lean(model: nn.Module):
-    """Within it, and without gradients, the model's layers run the short way where they have one."""
+def lean(model: nn.Module, contiguous: bool = False):
+    """Within it, and without gradients, the model's layers run the short way where they have one.
+
+    contiguous: results lie in memory as the layers' own do, for models that look at them in other shapes.
+    """
     layers = {layer: _with_adapter(layer) for layer in model.modules() if _is_plain(layer)}
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:
         layers[head] = _product(head)
     for layer, forward in layers.items():
-        layer.forward = forward
+        layer.forward = _contiguous(forward) if contiguous else forward
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward
+
+
+def _contiguous(forward: Callable) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: forward(x).contiguous()
 
 
 def _is_plain(layer: nn.Module) -> bool:

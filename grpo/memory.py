@@ -1,6 +1,7 @@
 """How many completions fit into memory, and going on with half as many where that was too optimistic."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import psutil
@@ -8,7 +9,22 @@ import torch
 
 T = TypeVar("T")
 USABLE = {"cuda": 0.8, "cpu": 0.4}  # of what is free: fragments, and the other processes of a machine, want the rest
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough memory")
 LARGEST = 256  # more rows than this gain little speed
+
+
+@dataclass
+class Places:
+    """How many completions are decoded at a time: a multiple of `each`; fewer from then on once memory has run out."""
+
+    size: int
+    each: int
+    flag: str = "--batch_size"
+
+    def run(self, call: Callable[[int], T]) -> T:
+        """call(size), with `halving`."""
+        result, self.size = halving(call, self.size, self.each, self.flag)
+        return result
 
 
 def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: int) -> int:
@@ -35,6 +51,13 @@ def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: 
     return min(groups * group_size, max(LARGEST // group_size, 1) * group_size)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: of a device by torch's own error, of the CPU by a plain one, within a library by text."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
 def halving(call: Callable[[int], T], size: int, least: int, what: str) -> tuple[T, int]:
     """call(size), tried again with half the size whenever memory runs out; its result and the size that worked.
 
@@ -44,8 +67,8 @@ def halving(call: Callable[[int], T], size: int, least: int, what: str) -> tuple
     while True:
         try:
             return call(size), size
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
-            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             if size <= least:
                 raise ValueError(f"out of memory with {what} {size} already, and less is not possible") from error

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from grpo.hub import use_hub_if_it_answers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RANDOM = ("dropout", "jitter", "layerdrop", "drop_path")  # in the names of a configuration's entries
 _SAMPLED_ELEMENTS = 64  # of each weight, for the fingerprint
 
 
@@ -24,6 +25,14 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     for library in ("torch", "transformers", "peft"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
+
+
+def switch_dropout_off(config) -> None:
+    """Log-probs of both sides must agree, and dropout, layers left out or noise in a router would make them random."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and (name.endswith("_pdrop") or any(word in name for word in RANDOM)):
+                setattr(part, name, 0.0)
 
 
 class ModelNotFound(ValueError):
@@ -35,7 +44,7 @@ def load_model(model_path: str) -> PreTrainedModel:
     use_hub_if_it_answers(model_path)
     try:
         config = AutoConfig.from_pretrained(model_path)
-        _switch_dropout_off(config)
+        switch_dropout_off(config)
         model, loading = AutoModelForCausalLM.from_pretrained(
             model_path, config=config, dtype="auto", output_loading_info=True
         )
@@ -109,13 +118,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         ValueError: when the target modules fit nothing in the model.
     """
     return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def _switch_dropout_off(config) -> None:
-    """Log-probs of both sides must agree, and dropout would make them random."""
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
-            setattr(config, name, 0.0)
 
 
 def not_found(model_path: str, error: Exception) -> str:

@@ -1,25 +1,43 @@
 """The sampler's policy: one base model in memory with one adapter on it, reloaded in place.
 
 With the adapter on it is pi_old, with the adapter off the reference. The adapter is never merged, so a reload cannot
-be without effect; the canary, log-probs of a fixed text that the learner stores with each version, proves after each
-load that the weights in use are the learner's.
+be without effect. Before a load, manifest, configuration and the version in use are compared exactly; after it the
+canary, log-probs of a fixed text that the learner stores with each version, shows that the model computes what the
+learner's does.
+
+What the canary sees: log-probs further off than another machine's rounding (CANARY_TOLERANCE), and an effect of the
+adapter, log-probs with it minus those without, that is off by more than half of itself. The second is the sharper one
+for a young adapter in half precision, of which the rounding in the first would hide all. It cannot see differences
+below EFFECT_FLOOR, nor such as leave the fixed text as it is.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 
-from grpo.adapters import AdapterError, AdapterStore, copy_into
+from grpo.adapters import (
+    AdapterError,
+    AdapterStore,
+    Manifest,
+    adapter_tensors,
+    check_shape,
+    copy_into,
+    unchanged_on_failure,
+)
 from grpo.batch import Batch, collate
 from grpo.generation import Completion, generate
-from grpo.logprobs import completion_logprobs
+from grpo.logprobs import completion_logprobs, ways_that_fit
 from grpo.models import DTYPES, add_lora
+from grpo.ways import attempt
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats a token; kernels differ by machine
+EFFECT_FLOOR = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.01}  # nats a token, in what the adapter changes
 RETRY_SECONDS = 1.0
 REFERENCE = "reference"  # its name among the model's adapters
 
@@ -39,6 +57,8 @@ class Policy:
         self.version, self.sha256 = -1, ""
         self._reference: int | None = None  # the one that goes with the version; None: the base model
         self._held_reference: int | None = None  # the one that is loaded
+        self._held: tuple[Manifest, LoraConfig] | None = None  # of the version
+        self._base_canary: torch.Tensor | None = None  # the model's own, without adapter
 
     def load_newest(self, store: AdapterStore, run_id: str, at_least: int, limit: float) -> bool:
         """Take on the newest published version; True if it changed.
@@ -87,38 +107,89 @@ class Policy:
         origin = str(store.folder(version))
         if manifest.run_id != run_id or manifest.version != version:
             raise AdapterError(f"{origin} is version {manifest.version} of run {manifest.run_id}")
-        if not isinstance(self.model, PeftModel):
-            config.inference_mode = True
-            self.model = add_lora(self.model, config).eval()
-        before = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        copy_into(self.model, state, origin)
-        try:
-            self._check_canary(manifest.canary, origin)
-        except AdapterError:
-            copy_into(self.model, before, "the previous version")
-            raise
+        check_shape(manifest, config, self._held, origin)
+        ways_that_fit(self.model)  # tried on the model alone where no adapter is on it yet
+        with self._as_before_on_failure():
+            self._put_on(config, origin)
+            copy_into(self.model, state, origin)
+            self._confirm(manifest, origin)
         self.version, self.sha256, self._reference = version, manifest.sha256, manifest.reference
+        self._held = manifest, config
+
+    @contextlib.contextmanager
+    def _as_before_on_failure(self) -> Iterator[None]:
+        """Whatever goes wrong within, the model is what it was."""
+        base = self.model
+        if isinstance(base, PeftModel):
+            before = {name: tensor.clone() for name, tensor in adapter_tensors(base).items()}
+            try:
+                yield
+            except BaseException:
+                copy_into(base, before, "the previous version")
+                raise
+        else:
+            try:
+                with unchanged_on_failure(base):
+                    yield
+            except BaseException:
+                self.model = base
+                raise
+
+    def _put_on(self, config: LoraConfig, origin: str) -> None:
+        """Adapter layers by this configuration, unless they are there."""
+        if isinstance(self.model, PeftModel):
+            return
+        inference = replace(config, inference_mode=True)
+        wrapped, reason = attempt(lambda: add_lora(self.model, inference).eval())
+        if wrapped is None:
+            raise AdapterError(f"{origin} does not fit the model: {reason}")
+        self.model = wrapped
 
     def _load_reference(self) -> None:
         """Put the version's reference beside the adapter."""
         (store, run_id, _), version = self._origin, self._reference
         manifest, config, state = store.read(version)
+        origin = str(store.folder(version))
         if manifest.run_id != run_id or manifest.version != version:
-            raise AdapterError(f"{store.folder(version)} is version {manifest.version} of run {manifest.run_id}")
+            raise AdapterError(f"{origin} is version {manifest.version} of run {manifest.run_id}")
+        self._held_reference = None
         if REFERENCE in self.model.peft_config:
             self.model.delete_adapter(REFERENCE)
-        self.model.add_adapter(REFERENCE, config, autocast_adapter_dtype=False)
-        copy_into(self.model, state, str(store.folder(version)), REFERENCE)
+        _, reason = attempt(lambda: self.model.add_adapter(REFERENCE, config, autocast_adapter_dtype=False))
+        if reason:
+            raise AdapterError(f"{origin} does not fit the model: {reason}")
+        copy_into(self.model, state, origin, REFERENCE)
         self._held_reference = version
 
-    def _check_canary(self, expected: list[float], origin: str) -> None:
+    def _confirm(self, manifest: Manifest, origin: str) -> None:
+        """AdapterError unless the model, with the version on it, computes what the learner's does."""
         batch = canary_batch(self.model.get_input_embeddings().num_embeddings)
-        found = self.logprobs(batch).tolist()
-        gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-        if not gap <= CANARY_TOLERANCE[self.dtype]:
+        found, reason = attempt(lambda: self.logprobs(batch))
+        if found is None:
+            raise AdapterError(f"the model does not run with {origin} on it: {reason}")
+        expected = torch.tensor(manifest.canary)
+        limit = CANARY_TOLERANCE[self.dtype]
+        gap = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+        if not gap <= limit:
             raise AdapterError(
                 f"{origin} gives log-probs {gap:.4f} nats away from the learner's on the canary text "
-                f"(limit {CANARY_TOLERANCE[self.dtype]} in {self.dtype})"
+                f"(limit {limit} in {self.dtype})"
+            )
+        if manifest.base_canary:
+            self._confirm_effect(batch, found, expected, torch.tensor(manifest.base_canary), origin)
+
+    def _confirm_effect(self, batch: Batch, found, expected, expected_base, origin: str) -> None:
+        """AdapterError unless the adapter changes the log-probs as it does at the learner."""
+        if self._base_canary is None:
+            self._base_canary = self.base_logprobs(batch)
+        rounding = float((self._base_canary - expected_base).abs().max())  # between this machine and the learner's
+        effect = expected - expected_base
+        gap = float((found - self._base_canary - effect).abs().max())
+        limit = EFFECT_FLOOR[self.dtype] + 4 * rounding + 0.5 * float(effect.abs().max())
+        if not gap <= limit:
+            raise AdapterError(
+                f"{origin} changes log-probs of the canary text by {gap:.4f} nats more or less than at the learner "
+                f"(limit {limit:.4f} in {self.dtype})"
             )
 
     def generate(

@@ -19,6 +19,7 @@ class Publisher:
         self._engine, self._store, self.references, self._ranks = engine, store, references, ranks
         self._args, self._vocab_size = args, vocab_size
         self.run_id, self.newest = "", -1
+        self._base_canary: list[float] = []  # the same for all versions
 
     @property
     def lora(self) -> dict:
@@ -41,23 +42,35 @@ class Publisher:
         """
         if version <= self.newest:
             return
-        batch = canary_batch(self._vocab_size).to(self._engine.device)
-        with torch.no_grad():
-            canary = completion_logprobs(self._engine.module, batch, self._args.temperature)[0].flatten()
+        canaries = self._canaries()
         state = adapter_state(self._engine)
-        if self._ranks.any(not all(bool(tensor.isfinite().all()) for tensor in (canary, *state.values()))):
+        numbers = [torch.tensor(canaries["canary"]), *state.values()]
+        if self._ranks.any(not all(bool(tensor.isfinite().all()) for tensor in numbers)):
             rate = self._engine.get_lr()[0]
             raise NotFinite(
                 f"step {version} made an adapter whose log-probs are not finite: the learning rate {rate:g} is too "
                 "high; lower lr in --ds_config and start the same command again"
             )
         if self._ranks.rank == 0:
-            self._write(version, state, canary.tolist(), card)
+            self._write(version, state, canaries, card)
         self.newest = version
 
-    def _write(self, version: int, state: dict[str, torch.Tensor], canary: list[float], card) -> None:
+    @torch.no_grad()
+    def _canaries(self) -> dict[str, list[float]]:
+        """Log-probs of the fixed text with the adapter, and without it."""
+        model, batch = self._engine.module, canary_batch(self._vocab_size).to(self._engine.device)
+
+        def logprobs() -> list[float]:
+            return completion_logprobs(model, batch, self._args.temperature)[0].flatten().tolist()
+
+        if not self._base_canary:
+            with model.disable_adapter():
+                self._base_canary = logprobs()
+        return {"canary": logprobs(), "base_canary": self._base_canary}
+
+    def _write(self, version: int, state: dict[str, torch.Tensor], canaries: dict[str, list[float]], card) -> None:
         config = self._engine.module.peft_config["default"]
-        fields = {"run_id": self.run_id, "version": version, "lora": self.lora, "canary": canary}
+        fields = {"run_id": self.run_id, "version": version, "lora": self.lora} | canaries
         self.references.renew(version, state, config, fields)
         self._store.publish(state, config, fields | {"reference": self.references.of(version)}, card())
 

@@ -85,7 +85,7 @@ class SharedPromptCache(DynamicCache):
         return self._sizes[0][1]
 
     def attend(self, module, query, key, value, scaling: float | None = None, **settings) -> torch.Tensor:
-        """Attention of one layer and step: query (L, H, 1, D) -> (L, 1, H, D)."""
+        """Attention of one layer and step: query (L, H, 1, D) -> (L, 1, H, D of the values)."""
         (longest_prompt, longest), (live, heads, _, size) = self._extent, query.shape
         prompt_keys, prompt_values, keys, values = self._blocks[module.layer_idx]
         prompt_keys, prompt_values = (b[: self._slots, :, :longest_prompt] for b in (prompt_keys, prompt_values))
@@ -98,7 +98,7 @@ class SharedPromptCache(DynamicCache):
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
         out = self._from_slots(self._by_slot(weights[..., :longest_prompt]) @ prompt_values)
         out = out + weights[..., longest_prompt:] @ values
-        return out.view(live, 1, heads, size)
+        return out.view(live, 1, heads, values.shape[-1])  # values may have a size of their own
 
     def _by_slot(self, rows: torch.Tensor) -> torch.Tensor:
         """(L, K, H / K, X) -> (S, K, G * H / K, X): what belongs to one slot and key head together, zeros between."""

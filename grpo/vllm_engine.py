@@ -9,7 +9,7 @@ vLLM is no requirement; see the README for how to install it.
 
 import torch
 
-from grpo.adapters import AdapterError, AdapterStore
+from grpo.adapters import AdapterError, Manifest
 from grpo.generation import Completion
 from grpo.policy import CANARY_TOLERANCE, Policy, canary_batch
 
@@ -35,21 +35,25 @@ class VllmPolicy(Policy):
         )
         self._llm = self._request = None
 
-    def _load(self, store: AdapterStore, version: int, run_id: str) -> None:
-        before = self.version, self.sha256
-        super()._load(store, version, run_id)
+    def _confirm(self, manifest: Manifest, origin: str) -> None:
+        """As a Policy does, and vLLM must agree with it; vLLM keeps nothing of a version that fails."""
+        super()._confirm(manifest, origin)
         from vllm.lora.request import LoRARequest
 
-        rank = self.model.peft_config["default"].r
-        self._llm = self._llm or _start(rank, **self._settings)
-        old, self._request = self._request, LoRARequest(f"v{version}", version + 1, str(store.folder(version)))
-        if old:
-            self._llm.llm_engine.remove_lora(old.lora_int_id)
-        gap, base = self._canary_gaps()
-        limit = CANARY_TOLERANCE[self.dtype]
-        if not gap <= max(limit, base):
-            self.version, self.sha256 = before
-            raise AdapterError(f"vLLM gives the canary text log-probs {gap:.4f} nats away from ours (limit {limit})")
+        self._llm = self._llm or _start(self.model.peft_config["default"].r, **self._settings)
+        old, version = self._request, manifest.version
+        self._request = LoRARequest(f"v{version}", version + 1, origin)
+        try:
+            if old:
+                self._llm.llm_engine.remove_lora(old.lora_int_id)
+            gap, base = self._canary_gaps()
+            limit = CANARY_TOLERANCE[self.dtype]
+            if not gap <= max(limit, base):
+                raise AdapterError(f"vLLM gives the canary text log-probs {gap:.4f} nats off ours (limit {limit})")
+        except BaseException:
+            self._llm.llm_engine.remove_lora(self._request.lora_int_id)
+            self._request = old  # vLLM reads it again when it is next asked for
+            raise
 
     def _canary_gaps(self) -> tuple[float, float]:
         """How far vLLM's log-probs of the fixed text are from ours, with the adapter and without it."""

@@ -3,7 +3,11 @@
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,7 +40,7 @@ def publish(store, version, seed=None, run_id="run", model=None, config=CONFIG):
     model = model or learner_model(version if seed is None else seed)
     canary = completion_logprobs(model, canary_batch(VOCAB), 1.0)[0].flatten().tolist()
     fields = {"run_id": run_id, "version": version, "lora": {}, "canary": canary}
-    store.publish(get_peft_model_state_dict(model), config, fields)
+    store.publish(get_peft_model_state_dict(model, save_embedding_layers=False), config, fields)
     return model
 
 
@@ -238,3 +242,111 @@ def test_a_broken_run_file_is_named(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(AdapterError, match=r"run\.json"):
         AdapterStore(tmp_path).read_run()
+
+
+@pytest.mark.parametrize("wrong", ["targets that the model lacks", "targets that it has in part", "another alpha"])
+def test_a_wrong_first_version_does_not_keep_the_right_ones_after_it_out(tmp_path, wrong):
+    store, sampler = AdapterStore(tmp_path), policy()
+    before = {name: parameter.requires_grad for name, parameter in sampler.model.named_parameters()}
+    logits = sampler.model(torch.tensor([[5, 6, 7]])).logits
+    publish(store, 0)
+    file = store.folder(0) / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    change = {
+        "targets that the model lacks": {"target_modules": ["of_another_model"]},
+        "targets that it has in part": {"target_modules": ["q_proj", "v_proj"]},
+        "another alpha": {"lora_alpha": 64},
+    }[wrong]
+    file.write_text(json.dumps(fields | change))
+    with pytest.raises(AdapterError):
+        sampler.load_newest(store, "run", at_least=0, limit=0)
+    assert {name: parameter.requires_grad for name, parameter in sampler.model.named_parameters()} == before
+    torch.testing.assert_close(sampler.model(torch.tensor([[5, 6, 7]])).logits, logits, rtol=0, atol=0)
+    model = publish(store, 1)
+    assert sampler.load_newest(store, "run", at_least=1, limit=0) and sampler.version == 1
+    batch = canary_batch(VOCAB)
+    expected = completion_logprobs(model, batch, 1.0)[0].detach().flatten()
+    torch.testing.assert_close(sampler.logprobs(batch), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def young_version(store, version, alpha=8, base_canary=True):
+    """An adapter of a few steps in bfloat16, whose whole effect is within the canary's tolerance; alpha in the file."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = learner_model(5, config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.mul_(0.002)
+    batch = canary_batch(VOCAB)
+    canary = completion_logprobs(model, batch, 1.0)[0].flatten()
+    with model.disable_adapter():
+        base = completion_logprobs(model, batch, 1.0)[0].flatten()
+    effect = float((canary - base).abs().max())
+    fields = {"run_id": "run", "version": version, "lora": {"rank": 4, "alpha": alpha}, "canary": canary.tolist()}
+    if base_canary:
+        fields["base_canary"] = base.tolist()
+    file_config = LoraConfig(r=4, lora_alpha=alpha, target_modules=config.target_modules, task_type="CAUSAL_LM")
+    file_config.target_modules = model.peft_config["default"].target_modules
+    store.publish(get_peft_model_state_dict(model, save_embedding_layers=False), file_config, fields)
+    return effect
+
+
+def test_another_alpha_of_a_young_adapter_in_half_precision_is_noticed(tmp_path):
+    def sampler():
+        return Policy(tiny_model(), [2], "cpu", dtype="bfloat16", temperature=1.0)
+
+    store = AdapterStore(tmp_path / "right")
+    effect = young_version(store, 0)
+    one = sampler()
+    assert 0 < effect < 0.25 / 4 and one.load_newest(store, "run", at_least=0, limit=0)
+    # at a sampler that has a version: the setting itself is compared
+    young_version(store, 1, alpha=64, base_canary=False)
+    with pytest.raises(AdapterError, match="LoRA setting lora_alpha 64, the version in use has 8"):
+        one.load_newest(store, "run", at_least=1, limit=0)
+    # at one that has none, with a manifest and a configuration that agree: the effect is
+    store = AdapterStore(tmp_path / "wrong")
+    young_version(store, 0, alpha=64)
+    with pytest.raises(AdapterError, match="changes log-probs of the canary text by"):
+        sampler().load_newest(store, "run", at_least=0, limit=0)
+
+
+def test_manifest_and_configuration_must_agree(tmp_path):
+    store, sampler = AdapterStore(tmp_path), policy()
+    publish(store, 0)
+    manifest = store.folder(0) / MANIFEST
+    fields = json.loads(manifest.read_text())
+    for lora, said in (({"alpha": 64}, "alpha 8, manifest.json has 64"), ({"rank": 2}, "rank 4"), (3, "of the kinds")):
+        manifest.write_text(json.dumps(fields | {"lora": lora}))
+        with pytest.raises(AdapterError, match=said):
+            sampler.load_newest(store, "run", at_least=0, limit=0)
+
+
+HUB = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+from test_adapters import AdapterError, AdapterStore, policy, publish
+store, sampler = AdapterStore(sys.argv[1]), policy()
+sampler.model.config._name_or_path = sampler.model.name_or_path = "some-owner/some-model"
+for version in range(3):
+    publish(store, version)
+    assert sampler.load_newest(store, "run", at_least=version, limit=5)
+(store.folder(2) / "adapter_config.json").unlink()
+try:
+    store.read(2)
+except AdapterError:
+    print("done")
+"""
+
+
+def test_reloading_asks_no_hub(tmp_path):
+    """A hub that takes connections and stays silent, as a firewall does, and a model with the name of one on it."""
+    root = Path(__file__).resolve().parents[1]
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(0.2)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+        command = [sys.executable, "-c", HUB, str(tmp_path), str(root), str(root / "tests")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.stdout.endswith("done\n"), done.stderr
+        with pytest.raises(TimeoutError):
+            hub.accept()

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo.generation import generate, shares_prompts
+from grpo.generation import decoding_way, generate
 
 PROMPTS = [[5, 6, 7], list(range(20, 27)), list(range(40, 52))]
 
@@ -152,5 +152,6 @@ def test_first_and_second_tokens_have_the_exact_distribution(refilled):
 
 
 def test_models_that_the_fast_path_does_not_fit_say_so(capsys):
-    fits = {name: shares_prompts(make()) for name, make in MODELS.items()}
-    assert [name for name, yes in fits.items() if not yes] == ["gemma 2, soft caps", "mistral, window 4"]
+    engines = {name: decoding_way(make()).engine for name, make in MODELS.items()}
+    assert [name for name in MODELS if engines[name] == "repeated"] == ["gemma 2, soft caps", "mistral, window 4"]
+    assert {engines[name] for name in MODELS} == {"shared", "repeated"}

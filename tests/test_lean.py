@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig
 from tiny import tiny_model
 
+from grpo.generation import DecodingWay, decoding_way, generate
 from grpo.lean import lean
 from grpo.models import add_lora
 
@@ -62,3 +63,30 @@ def test_half_precision_is_rounded_as_the_layers_themselves_round():
     rounding = (expected.float() - exact).norm()
     assert (found.float() - exact).norm() < 1.2 * rounding and (found - expected).float().norm() < 1.5 * rounding
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_results_can_lie_in_memory_as_those_of_the_layers_do():
+    model = with_adapter()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, 1, 32)
+    expected = layer(x)
+    for contiguous in (False, True):
+        with lean(model, contiguous):
+            found = layer(x)
+        assert found.is_contiguous() == contiguous
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_looks_at_results_as_complex_numbers_decodes_with_them_in_their_own_layout():
+    model = with_adapter()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+
+    def as_complex(layer, inputs, out):
+        pairs = torch.view_as_complex(out.unflatten(-1, (-1, 2)))  # refuses a transposed view
+        return torch.view_as_real(pairs).flatten(-2)
+
+    layer.register_forward_hook(as_complex)
+    assert decoding_way(model) == DecodingWay("shared", contiguous=True)
+    found = generate(model, [[5, 6, 7], [8, 9]], [0, 1], group_size=2, max_new_tokens=4, temperature=1.0, eos_ids=[2])
+    assert [len(group) for group in found] == [2, 2]

@@ -43,9 +43,9 @@ def test_values_and_gradients_are_those_of_a_plain_forward(name, temperature):
 
 def test_every_model_here_runs_packed_rows_but_the_one_with_soft_caps():
     fits = {name: ways_that_fit(make()) for name, make in MODELS.items()}
-    assert fits.pop("gemma 2, soft caps") == (False, False)
-    assert set(fits.values()) == {(True, True)}
-    assert ways_that_fit(MODELS["llama"]().bfloat16()) == ways_that_fit(MODELS["gpt2"]().half()) == (True, True)
+    assert fits.pop("gemma 2, soft caps") == ("padded", False)
+    assert set(fits.values()) == {("packed", True)}
+    assert ways_that_fit(MODELS["llama"]().bfloat16()) == ways_that_fit(MODELS["gpt2"]().half()) == ("packed", True)
 
 
 def test_a_model_with_half_of_its_layers_of_another_kind_does_not_run_packed_rows():
@@ -53,7 +53,7 @@ def test_a_model_with_half_of_its_layers_of_another_kind_does_not_run_packed_row
     attention = model.model.layers[1].self_attn
     forward = attention.forward
     attention.forward = lambda *inputs, grpo_layout=None, **settings: forward(*inputs, **settings)
-    assert ways_that_fit(model) == (False, True)
+    assert ways_that_fit(model) == ("padded", True)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -8,7 +8,9 @@ from tiny import tiny_model
 
 import sampling_worker
 from grpo import memory
-from grpo.memory import halving, places_that_fit
+from grpo.evaluation import Question, evaluate
+from grpo.generation import Completion
+from grpo.memory import Places, halving, places_that_fit
 
 
 def test_what_fits_is_a_multiple_of_the_group_and_follows_the_memory(monkeypatch):
@@ -58,3 +60,44 @@ def test_batch_sizes_on_the_command_line(capsys):
         with pytest.raises(SystemExit):
             parse(["--device", "cpu", "--batch_size", wrong])
         assert "neither a number from 1 on nor auto" in capsys.readouterr().err
+
+
+class TooSmall:
+    """A policy with memory for `fits` completions at a time, whose answers are one token each."""
+
+    def __init__(self, fits: int):
+        self.fits, self.asked = fits, []
+
+    def generate(self, prompts, seeds, group_size, max_new_tokens, places=0, temperature=None):
+        self.asked.append(places)
+        if places > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        one = Completion(torch.tensor([3], dtype=torch.int32), torch.zeros(1), truncated=False)
+        return [[one] * group_size for _ in prompts]
+
+
+def judge(response, answer):
+    return {"strict": True, "lenient": True, "format": True}
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(0, [9, 4, 2]), (3, [9, 3])])
+def test_evaluation_goes_on_with_fewer_places_and_remembers_them(samples, sizes, capsys):
+    policy = TooSmall(3)
+    questions = [Question(i, [5, 6], "", "7") for i in range(100)]
+    places = Places(9, each=max(1, samples))
+    for _ in range(2):
+        settings = dict(samples=samples, max_new_tokens=4, places=places)
+        records = [one for part in evaluate(policy, str, questions, judge, **settings) for one in part]
+        assert len(records) == 100 * max(1, samples)
+    assert policy.asked[: len(sizes)] == sizes and set(policy.asked[len(sizes) :]) == {sizes[-1]}
+    assert f"--batch_size is {sizes[-1]} from now on" in capsys.readouterr().out
+
+
+def test_held_out_questions_have_places_for_single_completions(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sampling_worker, "places_that_fit", lambda model, group_size, *_: seen.append(group_size) or 7)
+    sampler = object.__new__(sampling_worker.Sampler)
+    sampler.args = sampling_worker.parse_args(["--device", "cpu", "--batch_size", "auto"])
+    sampler.policy = argparse.Namespace(model=None)
+    assert sampler.held_out_places == Places(7, each=1) and seen == [1]
+    assert sampler.held_out_places is sampler.held_out_places
