@@ -1,6 +1,6 @@
 """Every causal language model of transformers, made tiny: decoded, scored and trained for one step by our functions.
 
-    .venv/bin/python benchmarks/architectures.py            # all of them, in about three minutes on two cores
+    .venv/bin/python benchmarks/architectures.py            # all of them, in five minutes on two busy cores
     .venv/bin/python benchmarks/architectures.py phi3 lfm2  # some
 
 Each result is compared with the model's own plain forward pass of each unpadded sequence, in float32, with a LoRA

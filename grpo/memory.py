@@ -37,8 +37,9 @@ def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: 
         ValueError: not even one group fits.
     """
     config, device = model.config.get_text_config(), next(model.parameters()).device
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = _entry(config, "num_attention_heads", 1)  # models without attention have none, and need less than this
+    heads = _entry(config, "num_key_value_heads", queries)
+    size = _entry(config, "head_dim", config.hidden_size // queries)
     token = 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
     group = token * (2 * prompt_length + group_size * max_new_tokens) + group_size * config.vocab_size * 4 * 3
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
@@ -49,6 +50,12 @@ def places_that_fit(model, group_size: int, prompt_length: int, max_new_tokens: 
             "smaller --max_new_tokens, --max_prompt_length or model"
         )
     return min(groups * group_size, max(LARGEST // group_size, 1) * group_size)
+
+
+def _entry(config, name: str, otherwise: int) -> int:
+    """A number of the configuration; the largest, where each layer has its own."""
+    value = getattr(config, name, None)
+    return max(value) if isinstance(value, (list, tuple)) and value else value or otherwise
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -5,6 +5,7 @@ import argparse
 import pytest
 import torch
 from tiny import tiny_model
+from transformers import AutoModelForCausalLM, MambaConfig
 
 import sampling_worker
 from grpo import memory
@@ -24,6 +25,11 @@ def test_what_fits_is_a_multiple_of_the_group_and_follows_the_memory(monkeypatch
     left.available = 60_000
     with pytest.raises(ValueError, match="--max_new_tokens"):
         places_that_fit(model, 4, 100, 50)
+
+
+def test_models_without_attention_have_places_too():
+    config = MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4)
+    assert places_that_fit(AutoModelForCausalLM.from_config(config), 4, 100, 50) == 256
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: not enough")])

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from grpo import attention
 from grpo import logprobs as scoring
 from grpo.batch import collate
 from grpo.generation import decoding_way, generate
@@ -262,3 +263,9 @@ def test_a_model_can_be_trained_after_it_has_decoded_first():
     command = [sys.executable, "-c", CACHED, str(root), str(root / "tests")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "trained\n", done.stderr
+
+
+def test_nothing_that_is_kept_for_later_calls_is_made_under_inference_mode():
+    attention._all_seen.cache_clear()
+    with torch.inference_mode():
+        assert not attention._all_seen(torch.device("cpu")).is_inference()
