@@ -155,15 +155,21 @@ class Collector:
 
     def _book_of(self, sampler_id: str) -> TicketBook:
         """The run's ticket book, or the one of those who say what this sampler says."""
-        if self._book:
-            return self._book
-        facts = self._facts(self._hellos[sampler_id])
-        key = tuple(facts.values())
-        if key not in self._books:
-            if len(self._books) >= MAX_BOOKS:
-                raise Refusal(f"{MAX_BOOKS} samplers disagree about the data already, and none delivered", passing=True)
-            self._books[key] = TicketBook(num_prompts=facts["num_prompts"], **self._book_settings)
-        return self._books[key]
+        return self._book or self._books[self._key(self._hellos[sampler_id])]
+
+    def _key(self, hello: Hello) -> tuple:
+        return tuple(self._facts(hello).values())
+
+    def _open_book(self, hello: Hello) -> None:
+        """See to it that there is a book for this hello; books of samplers that are gone or say otherwise now go."""
+        key = self._key(hello)
+        if self._book or key in self._books:
+            return
+        present = {self._key(one) for one in self._hellos.values()}
+        self._books = {known: book for known, book in self._books.items() if known in present}
+        if len(self._books) >= MAX_BOOKS:
+            raise Refusal(f"{MAX_BOOKS} samplers disagree about the data already, and none delivered", passing=True)
+        self._books[key] = TicketBook(num_prompts=hello.num_prompts, **self._book_settings)
 
     def _bind(self, sampler_id: str) -> None:
         """This sampler has delivered: what it samples from is what the run samples from.
@@ -192,11 +198,15 @@ class Collector:
         self._check_hello(hello)
         with self._changed:
             self._check_agreement(self._facts(hello))
-            known, self._hellos[sampler_id] = sampler_id in self._hellos, hello
-            book, holding = self._book_of(sampler_id), set(hello.holding)
-            self._release(sampler_id, keep=holding)
-            book.claim(sampler_id, holding)
-            if not known:
+            before = self._hellos.get(sampler_id)
+            self._open_book(hello)
+            if before:
+                same_data = self._key(before) == self._key(hello)
+                self._release(sampler_id, keep=set(hello.holding) if same_data else set())
+            self._hellos[sampler_id] = hello
+            book = self._book_of(sampler_id)
+            book.claim(sampler_id, set(hello.holding))
+            if not before:
                 print(f"sampler {sampler_id} joined", flush=True)
             return dataclasses.replace(self._welcome, version=book.version)
 
@@ -235,7 +245,7 @@ class Collector:
 
     def _release(self, sampler_id: str, keep: set[int] = frozenset(), reason: str = "", weight: float = 0.0) -> int:
         if self._held_out:
-            self._held_out.release(sampler_id, keep)
+            self._held_out.release(sampler_id, keep, weight)
         book = self._book_of(sampler_id)
         lost = book.release(sampler_id, keep, reason, weight)
         self._settle(book)
@@ -293,7 +303,7 @@ class Collector:
             except MalformedRecord as error:
                 self._note_malformed(f"a malformed evaluation record from sampler {sampler_id}: {error}")
                 if self._held_out:
-                    self._held_out.give_back(ticket_id, sampler_id)
+                    self._held_out.give_back(ticket_id, sampler_id, weight=1.0)
                 return False
             self.last_arrival = awake.now()
             self._changed.notify_all()
