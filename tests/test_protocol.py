@@ -600,3 +600,26 @@ def test_a_question_that_ends_every_sampler_is_left_out_after_the_third(wire, tm
         collector.leave(name, "it failed: out of memory", failed=True)
     assert not collector.pinned and collector.evaluations[0]["left_out"] == 1
     assert "question 0 of version 0 is left out" in capsys.readouterr().out
+
+
+def test_a_sampler_that_drops_everything_is_refused_while_others_are_there(wire):  # noqa: F811
+    collector, _ = wire.learner(max_staleness=1)
+    collector.hello("good", hello())
+    collector.hello("bad", hello())
+    tickets = collector.grant("good", 2)
+    with pytest.raises(ChannelError, match=r"10 tickets in a row were dropped.*--max_prompt_length \(10\)"):
+        for _ in range(11):
+            for ticket in collector.grant("bad", 1):
+                collector.drop("bad", ticket.ticket_id, SHOWN)
+    for ticket in tickets:
+        assert collector.receive("good", ticket.ticket_id, answer(ticket))
+    assert [group.ticket_id for group in collector.next_step(wait=0)] == [0, 1]
+
+
+def test_reasons_without_end_become_other_reasons(wire):  # noqa: F811
+    collector, _ = wire.learner(max_staleness=1, groups_per_step=50)
+    collector.hello("s", hello(num_prompts=1000))
+    for i, ticket in enumerate(collector.grant("s", 100)):
+        collector.drop("s", ticket.ticket_id, f"reason {i}")
+    dropped = collector._book_of("s").dropped
+    assert len(dropped) == 33 and dropped["other reasons"] == 68
