@@ -29,6 +29,7 @@ from grpo.address import cannot_listen
 from grpo.clock import awake
 from grpo.keys import guard_learner, guard_sampler
 from grpo.messages import (
+    MAX_GRANTED,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     TO_LEARNER,
@@ -314,7 +315,7 @@ class LearnerChannel(_Endpoint):
         self._send([identity, *frames(message)])
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
-        self._reply(identity, Refused(str(refusal), refusal.passing))
+        self._reply(identity, Refused(f"{refusal!s:.2000}", refusal.passing))
         if identity in self._last_heard:
             self._forget(identity, f"refused: {refusal}")
 
@@ -372,7 +373,7 @@ class LearnerChannel(_Endpoint):
         asking = {identity.decode() for identity in self._wants}
         for identity, want in list(self._wants.items()):
             try:
-                tickets = self._desk.grant(identity.decode(), want.capacity, asking)
+                tickets = self._desk.grant(identity.decode(), min(want.capacity, MAX_GRANTED), asking)
             except Refusal as refusal:
                 self._refuse(identity, refusal)
                 continue
@@ -456,7 +457,13 @@ class SamplerChannel(_Endpoint):
             yield list(message.tickets)
 
     def send(self, ticket_id: int, blob: bytes) -> None:
-        """Queue a packed group; it is kept and sent again until the learner acknowledges it."""
+        """Queue a packed group; it is kept and sent again until the learner acknowledges it.
+
+        One that is too long for the wire would only cut the connection, so its ticket is dropped.
+        """
+        if len(blob) > MAX_GROUP_BYTES:
+            too_long = f"group above {MAX_GROUP_BYTES >> 20} MiB: lower --max_new_tokens or --group_size"
+            return self.drop(ticket_id, too_long)
         self._send_until_answered(ticket_id, frames(GroupHeader(ticket_id), blob))
 
     def drop(self, ticket_id: int, reason: str) -> None:

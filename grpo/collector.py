@@ -20,7 +20,7 @@ from grpo.channel import ChannelError, Refusal
 from grpo.clock import awake
 from grpo.held_out import HeldOut, MalformedRecord
 from grpo.journal import Journal
-from grpo.messages import Hello, Welcome
+from grpo.messages import MAX_GRANTED, Hello, Welcome
 from grpo.metrics import reward_spread
 from grpo.rollout import Group, MalformedGroup, unpack
 from grpo.tickets import SILENCE, Ticket, TicketBook
@@ -244,7 +244,7 @@ class Collector:
 
     def _grant_held_out(self, sampler_id: str, capacity: int, asking: set[str]) -> list[Ticket]:
         questions = self._hellos[sampler_id].held_out.num_prompts
-        capacity = capacity * self._welcome.group_size
+        capacity = min(capacity * self._welcome.group_size, MAX_GRANTED)
         return self._held_out.grant(sampler_id, capacity, questions, self._held_out_limit())
 
     def _held_out_limit(self) -> float:

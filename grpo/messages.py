@@ -21,6 +21,7 @@ from grpo.tickets import LARGEST_TICKET, MAX_PROMPTS, Ticket
 PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_TICKETS = 1 << 14  # in one list: more than any number of groups that are out at a time
+MAX_GRANTED = 1 << 12  # in one answer, which stays far below MAX_HEADER_BYTES
 MAX_SETTINGS = 64
 LONGEST_TEXT = 4096  # characters, of a path or a sentence
 LONGEST_SETTING = 1 << 16  # a system prompt may be long

@@ -623,3 +623,26 @@ def test_reasons_without_end_become_other_reasons(wire):  # noqa: F811
         collector.drop("s", ticket.ticket_id, f"reason {i}")
     dropped = collector._book_of("s").dropped
     assert len(dropped) == 33 and dropped["other reasons"] == 68
+
+
+def test_a_group_too_long_for_the_wire_is_dropped_and_the_next_one_arrives(wire, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(channel_module, "MAX_GROUP_BYTES", 1 << 14)  # at both ends
+    collector, _ = wire.learner(max_staleness=1)
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    long, short = next(batches)
+    sampler.send(long.ticket_id, bytes(1 << 15))
+    sampler.send(short.ticket_id, answer(short))
+    wait_until(lambda: collector.queue == 1 and collector.dropped)
+    assert "lower --max_new_tokens or --group_size" in next(iter(collector.dropped))
+
+
+def test_more_held_out_questions_than_one_message_holds_are_granted_in_parts(wire, tmp_path):  # noqa: F811
+    facts = {"held_out": {"dataset": "e", "num_prompts": 30_000}}
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=30_000))
+    collector.evaluate(2**40)
+    sampler = wire.sampler(**facts)
+    sampler.connect()
+    batches = sampler.tickets(capacity=10**9)
+    assert [len(next(batches)) for _ in range(2)] == [2, 4096]
