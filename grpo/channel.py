@@ -417,6 +417,7 @@ class SamplerChannel(_Endpoint):
         self._reconnected = False
         self._bye: list[bytes] | None = None  # once it is time to go
         self._goodbye = threading.Event()
+        self._stopped = False  # the learner said so: it may be gone before this side has worked off what it has
         self.stop_reason: str | None = None
         self.refused = 0  # groups that the learner would not take
         self._refused_since = 0.0
@@ -429,7 +430,7 @@ class SamplerChannel(_Endpoint):
         if keys:
             guard_sampler(self._socket, keys)
         self._socket.connect(address)
-        self._outbox.put(self._hello_frames())
+        self._outbox.put(self._checked_hello())
         self._thread.start()
 
     def connect(self) -> Welcome:
@@ -525,6 +526,18 @@ class SamplerChannel(_Endpoint):
             holding = sorted(self._waiting_tickets | self._unanswered.keys())
         return frames(Hello(**self._hello(), holding=tuple(holding)))
 
+    def _checked_hello(self) -> list[bytes]:
+        """The first one, or ValueError: what the learner cannot read it drops without an answer."""
+        first = self._hello_frames()
+        try:
+            parse(first, TO_LEARNER)
+        except OtherProtocol:
+            pass  # which it answers
+        except ForeignMessage as error:
+            self.close()
+            raise ValueError(f"this sampler cannot introduce itself to a learner: {error}") from error
+        return first
+
     def _note_connection(self) -> None:
         self._reconnected = True
 
@@ -545,6 +558,7 @@ class SamplerChannel(_Endpoint):
         elif isinstance(message, Tickets):
             self._take(message)
         elif isinstance(message, Stop):
+            self._stopped = True
             self._inbox.put(message)
         elif isinstance(message, Goodbye):
             self._goodbye.set()
@@ -588,7 +602,7 @@ class SamplerChannel(_Endpoint):
 
     def _tick(self, now: float) -> None:
         limit, flag = (self._timeout, "--timeout") if self.welcome else (self._startup_timeout, "--startup_timeout")
-        if now - (self._last_heard if self.welcome else self._started) > limit:
+        if not self._stopped and now - (self._last_heard if self.welcome else self._started) > limit:
             raise ChannelError(
                 f"nothing heard from the learner at {self.address} for {limit:.0f} s ({flag}): {self._silence(now)}"
             )

@@ -54,7 +54,7 @@ class TicketBook:
     finished (trained on, or dropped with a reason). Only `finish_step` and `drop` finish one.
 
     Times are seconds of one clock of the caller's. `patience` is how long the run waits without any group at all: a
-    ticket that others could take is handed over well before that.
+    ticket is handed over after half of it at the latest, unless groups take longer than a third of it.
     """
 
     def __init__(

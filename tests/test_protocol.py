@@ -646,3 +646,21 @@ def test_more_held_out_questions_than_one_message_holds_are_granted_in_parts(wir
     sampler.connect()
     batches = sampler.tickets(capacity=10**9)
     assert [len(next(batches)) for _ in range(2)] == [2, 4096]
+
+
+def test_a_hello_that_no_learner_reads_is_a_sentence_at_the_start(wire):  # noqa: F811
+    with pytest.raises(ValueError, match="holds a system_prompt that is .* text of 65536 characters"):
+        wire.sampler(settings={"system_prompt": "x" * 70_000})
+
+
+def test_a_stop_is_obeyed_by_a_sampler_that_was_busy_for_longer_than_its_timeout(wire, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.1)
+    _, learner = wire.learner()
+    busy = wire.sampler("busy", timeout=0.5)
+    busy.connect()
+    batches = busy.tickets(capacity=2)
+    next(batches)
+    learner.stop_samplers("done", limit=0.2)
+    learner.close()
+    time.sleep(1.5)
+    assert list(batches) == [] and busy.stop_reason == "done"
