@@ -147,7 +147,9 @@ class _Endpoint:
         self._context.destroy(linger=LINGER_MS)
 
     def check(self) -> None:
-        """Raise in the caller's thread what ended the channel's thread."""
+        """Raise in the caller's thread what ended the channel's thread, as a ChannelError: the work is saved then."""
+        if self._error is not None and not isinstance(self._error, ChannelError):
+            raise ChannelError(f"the channel failed: {self._error!r:.500}") from self._error
         if self._error is not None:
             raise self._error
 

@@ -248,7 +248,8 @@ class Collector:
         return self._held_out.grant(sampler_id, capacity, questions, self._held_out_limit())
 
     def _held_out_limit(self) -> float:
-        return self._book.deadline() if self._book else self._book_settings["patience"] / 2
+        """Greedy answers may run on for much longer than sampled ones, so the pace of groups alone is no measure."""
+        return max(self._book.deadline() if self._book else 0.0, self._book_settings["patience"] / 2)
 
     def _release(self, sampler_id: str, keep: set[int] = frozenset(), reason: str = "", weight: float = 0.0) -> int:
         if self._held_out:

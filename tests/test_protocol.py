@@ -664,3 +664,27 @@ def test_a_stop_is_obeyed_by_a_sampler_that_was_busy_for_longer_than_its_timeout
     learner.close()
     time.sleep(1.5)
     assert list(batches) == [] and busy.stop_reason == "done"
+
+
+def test_a_disk_that_is_full_ends_the_learner_with_a_sentence_so_that_it_saves(wire, monkeypatch):  # noqa: F811
+    collector, learner = wire.learner()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(collector._journal, "put", full)
+    sampler = wire.sampler()
+    sampler.connect()
+    (ticket,) = next(sampler.tickets(capacity=1))
+    sampler.send(ticket.ticket_id, answer(ticket))
+    wait_until(lambda: learner._error)
+    with pytest.raises(ChannelError, match="the channel failed: OSError.*No space left on device"):
+        learner.check()
+
+
+def test_a_held_out_question_has_half_of_the_patience_however_quick_the_groups_are(wire, tmp_path):  # noqa: F811
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    collector.hello("s", hello())
+    for ticket in collector.grant("s", 2):
+        collector.receive("s", ticket.ticket_id, answer(ticket))
+    assert collector._book.deadline() == 30 and collector._held_out_limit() == 150
