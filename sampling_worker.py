@@ -164,7 +164,7 @@ class Sampler:
         try:
             return {"dataset": self.held_out.fingerprint, "num_prompts": len(self.held_out)}
         except ValueError as error:
-            return {"error": str(error)}
+            return {"error": f"{error!s:.2000}"}
 
     def __enter__(self) -> "Sampler":
         return self

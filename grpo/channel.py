@@ -29,6 +29,7 @@ from grpo.address import cannot_listen
 from grpo.clock import awake
 from grpo.keys import guard_learner, guard_sampler
 from grpo.messages import (
+    MAX_GRANTED,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     TO_LEARNER,
@@ -146,7 +147,9 @@ class _Endpoint:
         self._context.destroy(linger=LINGER_MS)
 
     def check(self) -> None:
-        """Raise in the caller's thread what ended the channel's thread."""
+        """Raise in the caller's thread what ended the channel's thread, as a ChannelError: the work is saved then."""
+        if self._error is not None and not isinstance(self._error, ChannelError):
+            raise ChannelError(f"the channel failed: {self._error!r:.500}") from self._error
         if self._error is not None:
             raise self._error
 
@@ -314,7 +317,7 @@ class LearnerChannel(_Endpoint):
         self._send([identity, *frames(message)])
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
-        self._reply(identity, Refused(str(refusal), refusal.passing))
+        self._reply(identity, Refused(f"{refusal!s:.2000}", refusal.passing))
         if identity in self._last_heard:
             self._forget(identity, f"refused: {refusal}")
 
@@ -372,7 +375,7 @@ class LearnerChannel(_Endpoint):
         asking = {identity.decode() for identity in self._wants}
         for identity, want in list(self._wants.items()):
             try:
-                tickets = self._desk.grant(identity.decode(), want.capacity, asking)
+                tickets = self._desk.grant(identity.decode(), min(want.capacity, MAX_GRANTED), asking)
             except Refusal as refusal:
                 self._refuse(identity, refusal)
                 continue
@@ -416,6 +419,7 @@ class SamplerChannel(_Endpoint):
         self._reconnected = False
         self._bye: list[bytes] | None = None  # once it is time to go
         self._goodbye = threading.Event()
+        self._stopped = False  # the learner said so: it may be gone before this side has worked off what it has
         self.stop_reason: str | None = None
         self.refused = 0  # groups that the learner would not take
         self._refused_since = 0.0
@@ -428,7 +432,7 @@ class SamplerChannel(_Endpoint):
         if keys:
             guard_sampler(self._socket, keys)
         self._socket.connect(address)
-        self._outbox.put(self._hello_frames())
+        self._outbox.put(self._checked_hello())
         self._thread.start()
 
     def connect(self) -> Welcome:
@@ -456,7 +460,13 @@ class SamplerChannel(_Endpoint):
             yield list(message.tickets)
 
     def send(self, ticket_id: int, blob: bytes) -> None:
-        """Queue a packed group; it is kept and sent again until the learner acknowledges it."""
+        """Queue a packed group; it is kept and sent again until the learner acknowledges it.
+
+        One that is too long for the wire would only cut the connection, so its ticket is dropped.
+        """
+        if len(blob) > MAX_GROUP_BYTES:
+            too_long = f"group above {MAX_GROUP_BYTES >> 20} MiB: lower --max_new_tokens or --group_size"
+            return self.drop(ticket_id, too_long)
         self._send_until_answered(ticket_id, frames(GroupHeader(ticket_id), blob))
 
     def drop(self, ticket_id: int, reason: str) -> None:
@@ -518,6 +528,18 @@ class SamplerChannel(_Endpoint):
             holding = sorted(self._waiting_tickets | self._unanswered.keys())
         return frames(Hello(**self._hello(), holding=tuple(holding)))
 
+    def _checked_hello(self) -> list[bytes]:
+        """The first one, or ValueError: what the learner cannot read it drops without an answer."""
+        first = self._hello_frames()
+        try:
+            parse(first, TO_LEARNER)
+        except OtherProtocol:
+            pass  # which it answers
+        except ForeignMessage as error:
+            self.close()
+            raise ValueError(f"this sampler cannot introduce itself to a learner: {error}") from error
+        return first
+
     def _note_connection(self) -> None:
         self._reconnected = True
 
@@ -538,6 +560,7 @@ class SamplerChannel(_Endpoint):
         elif isinstance(message, Tickets):
             self._take(message)
         elif isinstance(message, Stop):
+            self._stopped = True
             self._inbox.put(message)
         elif isinstance(message, Goodbye):
             self._goodbye.set()
@@ -581,7 +604,7 @@ class SamplerChannel(_Endpoint):
 
     def _tick(self, now: float) -> None:
         limit, flag = (self._timeout, "--timeout") if self.welcome else (self._startup_timeout, "--startup_timeout")
-        if now - (self._last_heard if self.welcome else self._started) > limit:
+        if not self._stopped and now - (self._last_heard if self.welcome else self._started) > limit:
             raise ChannelError(
                 f"nothing heard from the learner at {self.address} for {limit:.0f} s ({flag}): {self._silence(now)}"
             )

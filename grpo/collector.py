@@ -20,7 +20,7 @@ from grpo.channel import ChannelError, Refusal
 from grpo.clock import awake
 from grpo.held_out import HeldOut, MalformedRecord
 from grpo.journal import Journal
-from grpo.messages import Hello, Welcome
+from grpo.messages import MAX_GRANTED, Hello, Welcome
 from grpo.metrics import reward_spread
 from grpo.rollout import Group, MalformedGroup, unpack
 from grpo.tickets import SILENCE, Ticket, TicketBook
@@ -28,13 +28,15 @@ from grpo.tickets import SILENCE, Ticket, TicketBook
 MAX_REPORTED = 50  # kinds of malformed groups
 MAX_BOOKS = 16  # ticket books of samplers that disagree, before the first group
 MAX_SHOWN_DROPS = 10  # for each reason; further ones are only counted
-FRUITLESS = 1000  # tickets dropped in a row, without a single group, that end the run; a whole dataset if it is smaller
+FRUITLESS = 1000  # tickets that a sampler may drop in a row without a single group; a whole dataset if it is smaller
+MAX_REASONS = 32  # for which tickets are dropped; what samplers call others beyond that is counted as OTHER
 
 EQUAL = "equal rewards"  # why a group was replaced
 LATE = "no sampler finished it in time"
 SILENT_SAMPLERS = "the samplers that had it fell silent"
 FAILED_SAMPLERS = "the samplers that had it failed"
 REFUSED_GROUPS = "its groups were malformed"
+OTHER = "other reasons"
 # What samplers of one run must agree on, with the flag to change.
 _SHARED = {
     "dataset": "--dataset, --split or --system_prompt",
@@ -93,7 +95,7 @@ class Collector:
         self.malformed = self.arrived = 0  # groups
         self._reported: set[str] = set()  # kinds of malformed groups
         self._shown_drops: Counter[str] = Counter()
-        self._in_a_row: Counter[str] = Counter()  # reasons of the tickets dropped since the last group
+        self._in_a_row: dict[str, Counter[str]] = {}  # sampler id -> why it dropped tickets since its last group
         self._stale_lengths: list[float] = []  # mean length of each group that came too late
         self.last_arrival = awake.now()
         if journal.history.data:
@@ -155,15 +157,21 @@ class Collector:
 
     def _book_of(self, sampler_id: str) -> TicketBook:
         """The run's ticket book, or the one of those who say what this sampler says."""
-        if self._book:
-            return self._book
-        facts = self._facts(self._hellos[sampler_id])
-        key = tuple(facts.values())
-        if key not in self._books:
-            if len(self._books) >= MAX_BOOKS:
-                raise Refusal(f"{MAX_BOOKS} samplers disagree about the data already, and none delivered", passing=True)
-            self._books[key] = TicketBook(num_prompts=facts["num_prompts"], **self._book_settings)
-        return self._books[key]
+        return self._book or self._books[self._key(self._hellos[sampler_id])]
+
+    def _key(self, hello: Hello) -> tuple:
+        return tuple(self._facts(hello).values())
+
+    def _open_book(self, hello: Hello) -> None:
+        """See to it that there is a book for this hello; books of samplers that are gone or say otherwise now go."""
+        key = self._key(hello)
+        if self._book or key in self._books:
+            return
+        present = {self._key(one) for one in self._hellos.values()}
+        self._books = {known: book for known, book in self._books.items() if known in present}
+        if len(self._books) >= MAX_BOOKS:
+            raise Refusal(f"{MAX_BOOKS} samplers disagree about the data already, and none delivered", passing=True)
+        self._books[key] = TicketBook(num_prompts=hello.num_prompts, **self._book_settings)
 
     def _bind(self, sampler_id: str) -> None:
         """This sampler has delivered: what it samples from is what the run samples from.
@@ -192,11 +200,15 @@ class Collector:
         self._check_hello(hello)
         with self._changed:
             self._check_agreement(self._facts(hello))
-            known, self._hellos[sampler_id] = sampler_id in self._hellos, hello
-            book, holding = self._book_of(sampler_id), set(hello.holding)
-            self._release(sampler_id, keep=holding)
-            book.claim(sampler_id, holding)
-            if not known:
+            before = self._hellos.get(sampler_id)
+            self._open_book(hello)
+            if before:
+                same_data = self._key(before) == self._key(hello)
+                self._release(sampler_id, keep=set(hello.holding) if same_data else set())
+            self._hellos[sampler_id] = hello
+            book = self._book_of(sampler_id)
+            book.claim(sampler_id, set(hello.holding))
+            if not before:
                 print(f"sampler {sampler_id} joined", flush=True)
             return dataclasses.replace(self._welcome, version=book.version)
 
@@ -204,6 +216,11 @@ class Collector:
         """Tickets for a sampler that has room for `capacity` groups; those of held-out questions come in turn."""
         with self._changed:
             self._check_agreement(self._facts(self._hellos[sampler_id]))
+            reasons = self._fruitless(sampler_id)
+            if reasons and len(self._hellos) > 1:  # the trouble may be its own: others get its tickets
+                raise Refusal(f"{reasons}; change what the reason names at this sampler; others continue")
+            if reasons:
+                return []  # next_step ends the run
             orders = [self._grant_training]
             if self._held_out:
                 turn = self._turn.get(sampler_id, False)
@@ -227,15 +244,16 @@ class Collector:
 
     def _grant_held_out(self, sampler_id: str, capacity: int, asking: set[str]) -> list[Ticket]:
         questions = self._hellos[sampler_id].held_out.num_prompts
-        capacity = capacity * self._welcome.group_size
+        capacity = min(capacity * self._welcome.group_size, MAX_GRANTED)
         return self._held_out.grant(sampler_id, capacity, questions, self._held_out_limit())
 
     def _held_out_limit(self) -> float:
-        return self._book.deadline() if self._book else self._book_settings["patience"] / 2
+        """Greedy answers may run on for much longer than sampled ones, so the pace of groups alone is no measure."""
+        return max(self._book.deadline() if self._book else 0.0, self._book_settings["patience"] / 2)
 
     def _release(self, sampler_id: str, keep: set[int] = frozenset(), reason: str = "", weight: float = 0.0) -> int:
         if self._held_out:
-            self._held_out.release(sampler_id, keep)
+            self._held_out.release(sampler_id, keep, weight)
         book = self._book_of(sampler_id)
         lost = book.release(sampler_id, keep, reason, weight)
         self._settle(book)
@@ -264,6 +282,7 @@ class Collector:
         if wanted:  # only this thread takes groups in, so it is still wanted below
             self._journal.put(ticket_id, blob)
         with self._changed:
+            self._in_a_row.pop(sampler_id, None)
             if book.arrive(ticket_id, group.adapter_version, awake.now()) == "accepted":
                 self._take(ticket_id, group)
         return True
@@ -271,7 +290,6 @@ class Collector:
     def _take(self, ticket_id: int, group: Group) -> None:
         self.arrived += 1
         self.last_arrival = awake.now()
-        self._in_a_row.clear()
         if self._may_replace(group):
             self._book.drop(ticket_id, EQUAL)
             self._settle(self._book)
@@ -293,7 +311,7 @@ class Collector:
             except MalformedRecord as error:
                 self._note_malformed(f"a malformed evaluation record from sampler {sampler_id}: {error}")
                 if self._held_out:
-                    self._held_out.give_back(ticket_id, sampler_id)
+                    self._held_out.give_back(ticket_id, sampler_id, weight=1.0)
                 return False
             self.last_arrival = awake.now()
             self._changed.notify_all()
@@ -320,7 +338,11 @@ class Collector:
             if ticket_id < 0:
                 if self._held_out:
                     self._held_out.drop(ticket_id, sampler_id)
-            elif (book := self._book_of(sampler_id)).belongs_to(ticket_id, sampler_id) and book.drop(ticket_id, reason):
+                return
+            book = self._book_of(sampler_id)
+            reason = reason if reason in self._shown_drops or len(self._shown_drops) < MAX_REASONS else OTHER
+            if book.belongs_to(ticket_id, sampler_id) and book.drop(ticket_id, reason):
+                self._in_a_row.setdefault(sampler_id, Counter())[reason] += 1
                 self._shown_drops[reason] += 1
                 if self._shown_drops[reason] <= MAX_SHOWN_DROPS:
                     more = "; more are only counted" if self._shown_drops[reason] == MAX_SHOWN_DROPS else ""
@@ -330,14 +352,11 @@ class Collector:
             self._changed.notify_all()
 
     def _settle(self, book: TicketBook) -> None:
-        """Take down the tickets that were dropped: in the journal, once the book is the run's, and for `next_step`."""
+        """Take down the tickets that were dropped in the journal, once the book is the run's."""
         if book is not self._book:
-            self._in_a_row = Counter(reason for _, reason in book.fresh_drops)
             return  # they are taken down once this book's data is the run's, and dropped again after a crash
         for ticket_id, reason in book.fresh_drops:
             self._journal.note_drop(ticket_id, reason)
-            if reason not in (EQUAL, "stale"):
-                self._in_a_row[reason] += 1
         book.fresh_drops.clear()
 
     def leave(self, sampler_id: str, reason: str, *, failed: bool = False, silent: bool = False) -> None:
@@ -349,6 +368,7 @@ class Collector:
             lost = self._release(sampler_id, reason=why, weight=failed + SILENCE * silent)
             del self._hellos[sampler_id]
             self._turn.pop(sampler_id, None)
+            self._in_a_row.pop(sampler_id, None)
         print(f"sampler {sampler_id} left ({reason}); {lost} of its tickets go to others", flush=True)
 
     # -- called by the training loop ---------------------------------------------------------------------------
@@ -357,7 +377,7 @@ class Collector:
         """The groups of the next step in training order, or None if they are not all here within `wait` seconds.
 
         Raises:
-            ChannelError: ticket after ticket is dropped, so nothing can ever be trained on.
+            ChannelError: the one sampler left drops ticket after ticket, so nothing can ever be trained on.
         """
         deadline = time.monotonic() + wait
         with self._changed:
@@ -377,14 +397,20 @@ class Collector:
                 self._changed.wait(left)
 
     def _check_fruit(self) -> None:
-        dropped = self._in_a_row.total()
-        books = [self._book] if self._book else list(self._books.values())
-        if books and dropped >= min(FRUITLESS, max(book.num_prompts for book in books)):
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in self._in_a_row.most_common(3))
+        if len(self._hellos) == 1 and (reasons := self._fruitless(*self._hellos)):
             raise ChannelError(
-                f"nothing can be trained on: {dropped} tickets in a row were dropped, the reasons: {reasons}; change "
-                "what the reason names at the samplers, or give them another --dataset"
+                f"nothing can be trained on: {reasons}; change what the reason names at the samplers, or give them "
+                "another --dataset"
             )
+
+    def _fruitless(self, sampler_id: str) -> str:
+        """What is to be said of a sampler that dropped ticket after ticket without a group between them, else ''."""
+        reasons = self._in_a_row.get(sampler_id, Counter())
+        dropped = reasons.total()
+        if dropped < min(FRUITLESS, self._book_of(sampler_id).num_prompts):
+            return ""
+        most = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+        return f"{dropped} tickets in a row were dropped, the reasons: {most}"
 
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""

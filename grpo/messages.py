@@ -21,6 +21,7 @@ from grpo.tickets import LARGEST_TICKET, MAX_PROMPTS, Ticket
 PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_TICKETS = 1 << 14  # in one list: more than any number of groups that are out at a time
+MAX_GRANTED = 1 << 12  # in one answer, which stays far below MAX_HEADER_BYTES
 MAX_SETTINGS = 64
 LONGEST_TEXT = 4096  # characters, of a path or a sentence
 LONGEST_SETTING = 1 << 16  # a system prompt may be long
@@ -65,7 +66,7 @@ def text(longest: int = LONGEST_TEXT) -> Callable:
     def check(value):
         if type(value) is not str or len(value) > longest:
             raise ValueError(f"is not a text of at most {longest} characters")
-        return "".join(c if c.isprintable() or c == "\n" else "?" for c in value)
+        return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
 
     return check
 
@@ -90,17 +91,17 @@ def settings(value) -> dict:
     """Flags by name, without nesting."""
     if type(value) is not dict or len(value) > MAX_SETTINGS:
         raise ValueError(f"is not an object of at most {MAX_SETTINGS} settings")
-    return {text(64)(name): setting(one) for name, one in value.items()}
+    return {text(64)(name): setting(text(64)(name), one) for name, one in value.items()}
 
 
-def setting(value):
+def setting(name: str, value):
     """A flag's value: a text, a finite number, true, false or null."""
-    if type(value) is str:
+    if type(value) is str and len(value) <= LONGEST_SETTING:
         return text(LONGEST_SETTING)(value)
     if type(value) in (int, float):
         number(value)
     elif value is not None and type(value) is not bool:
-        raise ValueError("holds a value that is no text, number, true, false or null")
+        raise ValueError(f"holds a {name} that is no number, true, false, null or text of {LONGEST_SETTING} characters")
     return value
 
 

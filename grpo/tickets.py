@@ -54,7 +54,7 @@ class TicketBook:
     finished (trained on, or dropped with a reason). Only `finish_step` and `drop` finish one.
 
     Times are seconds of one clock of the caller's. `patience` is how long the run waits without any group at all: a
-    ticket that others could take is handed over well before that.
+    ticket is handed over after half of it at the latest, unless groups take longer than a third of it.
     """
 
     def __init__(
@@ -186,11 +186,12 @@ class TicketBook:
         """A sampler says that it works on these tickets, from before a restart perhaps.
 
         It is believed of itself alone: it does not get them again, and others get them last. Nothing is held by a
-        claim, for whoever invents some must not stop the run.
+        claim, for whoever invents some must not stop the run. Tickets that only a learner that crashed remembered
+        are issued again up to the highest claimed one.
         """
         self._claimed = {t: holder for t, holder in self._claimed.items() if holder != sampler_id}
-        free = range(self.next_ticket + self._limit())
-        self._claimed |= {t: sampler_id for t in holding if t in free and t not in self.held}
+        self._issue_until(max((t for t in holding if self.acceptable(t)), default=-1) + 1, set())
+        self._claimed |= {t: sampler_id for t in holding if t in self.returned}
 
     def _issue_until(self, ticket_id: int, known: set[int]) -> None:
         if self.max_staleness == 0 and not self.dropped:  # the tickets of a step are granted in one go

@@ -21,6 +21,7 @@ from grpo import clock, messages
 from grpo.channel import ChannelError, LearnerChannel, SamplerChannel
 from grpo.clock import AwakeClock
 from grpo.collector import Collector
+from grpo.held_out import MAX_QUESTIONS, HeldOut
 from grpo.journal import Journal, read_history
 from grpo.messages import TO_LEARNER, TO_SAMPLER, ForeignMessage, parse
 from grpo.rollout import MalformedGroup, pack, unpack
@@ -528,3 +529,162 @@ def test_messages_come_back_as_they_were():
     for sample in (WELCOME, messages.Tickets(2, (Ticket(-3, 1, 2**62, 4),)), messages.Stop("done"), messages.Who()):
         assert parse(messages.frames(sample), TO_SAMPLER) == (sample, b"")
     assert pack(make_group(adapter_sha256=HASH))
+
+
+def test_samplers_that_say_ever_other_data_shut_nobody_out(wire):  # noqa: F811
+    collector, learner = wire.learner()
+    with stranger(wire.address) as socket:
+        for i in range(40):
+            socket.send_multipart(messages.frames(hello(num_prompts=11 + i)))
+        wait_until(lambda: collector._hellos and collector._hellos["stranger"].num_prompts == 50)
+    for i in range(40):
+        collector.hello(f"guest{i}", hello(num_prompts=11 + i))
+        collector.leave(f"guest{i}", "it said goodbye")
+    assert wire.sampler("good").connect().run_id == "run" and len(collector._books) < 5
+    learner.check()
+
+
+def test_a_sampler_that_changes_what_it_says_keeps_no_ticket_of_the_other_data(wire):  # noqa: F811
+    collector, _ = wire.learner(max_staleness=1)
+    for name in ("good", "fickle"):
+        collector.hello(name, hello())
+    assert [t.ticket_id for t in collector.grant("fickle", 9)] == [0, 1, 2, 3]
+    collector.hello("fickle", hello(num_prompts=99, holding=[0, 1, 2, 3]))
+    assert [t.ticket_id for t in collector.grant("good", 9)] == [0, 1, 2, 3]
+
+
+def evaluated(index: int) -> bytes:
+    record = {"index": index, "response": "4", "answer": "4", "strict": True, "lenient": True, "format": False}
+    return json.dumps(record | {"truncated": False, "length": 1}).encode()
+
+
+def evaluate_all(collector, name: str) -> None:
+    for _ in range(20):
+        for ticket in collector.grant(name, 2):
+            blob = evaluated(ticket.prompt_index) if ticket.held_out else answer(ticket)
+            assert collector.receive(name, ticket.ticket_id, blob)
+
+
+def test_an_evaluation_record_that_nobody_asked_for_binds_nobody(wire, tmp_path):  # noqa: F811
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=3), max_staleness=1)
+    collector.evaluate(0)
+    collector.hello("odd", hello(held_out={"dataset": "z", "num_prompts": 50}))
+    collector.hello("good", hello())
+    for version, index in ((999, 1), (0, 30)):
+        collector.receive("odd", -1 - (version * MAX_QUESTIONS + index), evaluated(index))
+    evaluate_all(collector, "good")
+    assert not collector.pinned and collector.evaluations[0]["questions"] == 3
+
+
+def test_questions_given_up_by_a_sampler_with_other_ones_are_asked(wire, tmp_path):  # noqa: F811
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=100), max_staleness=1)
+    collector.evaluate(0)
+    collector.hello("odd", hello(held_out={"dataset": "z", "num_prompts": 50}))
+    collector.hello("good", hello())
+    for _ in range(10):
+        for ticket in collector.grant("odd", 1):
+            collector.drop("odd", ticket.ticket_id, SHOWN) if ticket.held_out else None
+    collector.leave("odd", "it said goodbye")
+    evaluate_all(collector, "good")
+    assert not collector.pinned
+    assert collector.evaluations[0]["questions"] == 5 and collector.evaluations[0]["left_out"] == 0
+
+
+def test_a_question_that_ends_every_sampler_is_left_out_after_the_third(wire, tmp_path, capsys):  # noqa: F811
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    collector.evaluate(0)
+    for name in "abc":
+        collector.hello(name, hello())
+        collector.grant(name, 1)
+        assert collector.grant(name, 1)[0].held_out
+        collector.leave(name, "it failed: out of memory", failed=True)
+    assert not collector.pinned and collector.evaluations[0]["left_out"] == 1
+    assert "question 0 of version 0 is left out" in capsys.readouterr().out
+
+
+def test_a_sampler_that_drops_everything_is_refused_while_others_are_there(wire):  # noqa: F811
+    collector, _ = wire.learner(max_staleness=1)
+    collector.hello("good", hello())
+    collector.hello("bad", hello())
+    tickets = collector.grant("good", 2)
+    with pytest.raises(ChannelError, match=r"10 tickets in a row were dropped.*--max_prompt_length \(10\)"):
+        for _ in range(11):
+            for ticket in collector.grant("bad", 1):
+                collector.drop("bad", ticket.ticket_id, SHOWN)
+    for ticket in tickets:
+        assert collector.receive("good", ticket.ticket_id, answer(ticket))
+    assert [group.ticket_id for group in collector.next_step(wait=0)] == [0, 1]
+
+
+def test_reasons_without_end_become_other_reasons(wire):  # noqa: F811
+    collector, _ = wire.learner(max_staleness=1, groups_per_step=50)
+    collector.hello("s", hello(num_prompts=1000))
+    for i, ticket in enumerate(collector.grant("s", 100)):
+        collector.drop("s", ticket.ticket_id, f"reason {i}")
+    dropped = collector._book_of("s").dropped
+    assert len(dropped) == 33 and dropped["other reasons"] == 68
+
+
+def test_a_group_too_long_for_the_wire_is_dropped_and_the_next_one_arrives(wire, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(channel_module, "MAX_GROUP_BYTES", 1 << 14)  # at both ends
+    collector, _ = wire.learner(max_staleness=1)
+    sampler = wire.sampler()
+    sampler.connect()
+    batches = sampler.tickets(capacity=2)
+    long, short = next(batches)
+    sampler.send(long.ticket_id, bytes(1 << 15))
+    sampler.send(short.ticket_id, answer(short))
+    wait_until(lambda: collector.queue == 1 and collector.dropped)
+    assert "lower --max_new_tokens or --group_size" in next(iter(collector.dropped))
+
+
+def test_more_held_out_questions_than_one_message_holds_are_granted_in_parts(wire, tmp_path):  # noqa: F811
+    facts = {"held_out": {"dataset": "e", "num_prompts": 30_000}}
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=30_000))
+    collector.evaluate(2**40)
+    sampler = wire.sampler(**facts)
+    sampler.connect()
+    batches = sampler.tickets(capacity=10**9)
+    assert [len(next(batches)) for _ in range(2)] == [2, 4096]
+
+
+def test_a_hello_that_no_learner_reads_is_a_sentence_at_the_start(wire):  # noqa: F811
+    with pytest.raises(ValueError, match="holds a system_prompt that is .* text of 65536 characters"):
+        wire.sampler(settings={"system_prompt": "x" * 70_000})
+
+
+def test_a_stop_is_obeyed_by_a_sampler_that_was_busy_for_longer_than_its_timeout(wire, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(channel_module, "BEAT_SECONDS", 0.1)
+    _, learner = wire.learner()
+    busy = wire.sampler("busy", timeout=0.5)
+    busy.connect()
+    batches = busy.tickets(capacity=2)
+    next(batches)
+    learner.stop_samplers("done", limit=0.2)
+    learner.close()
+    time.sleep(1.5)
+    assert list(batches) == [] and busy.stop_reason == "done"
+
+
+def test_a_disk_that_is_full_ends_the_learner_with_a_sentence_so_that_it_saves(wire, monkeypatch):  # noqa: F811
+    collector, learner = wire.learner()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(collector._journal, "put", full)
+    sampler = wire.sampler()
+    sampler.connect()
+    (ticket,) = next(sampler.tickets(capacity=1))
+    sampler.send(ticket.ticket_id, answer(ticket))
+    wait_until(lambda: learner._error)
+    with pytest.raises(ChannelError, match="the channel failed: OSError.*No space left on device"):
+        learner.check()
+
+
+def test_a_held_out_question_has_half_of_the_patience_however_quick_the_groups_are(wire, tmp_path):  # noqa: F811
+    collector, _ = wire.learner(held_out=HeldOut(tmp_path, limit=1))
+    collector.hello("s", hello())
+    for ticket in collector.grant("s", 2):
+        collector.receive("s", ticket.ticket_id, answer(ticket))
+    assert collector._book.deadline() == 30 and collector._held_out_limit() == 150

@@ -264,3 +264,16 @@ def test_one_slow_sampler_does_not_stop_the_rest():
         assert not set(one.start_step()) & {ticket.ticket_id for ticket in slow}
         one.finish_step(step + 1)
     assert one.arrive(slow[0].ticket_id, 0) == "accepted" and one.drop_stale() == [0]
+
+
+def test_claims_of_tickets_that_a_restarted_learner_never_issued_are_respected():
+    one = book(max_staleness=1)
+    one.restore(0, version=0, planned=[], arrived={}, finished=set())
+    one.claim("a", {0, 1, 10**12})
+    assert [t.ticket_id for t in one.grant("a", 9)] == [2, 3]  # it works on the others already
+    assert one.drop(0, "no gold") and one.next_ticket == 4
+    one.fail(1, "malformed")
+    assert [t.ticket_id for t in one.grant("a", 9)] == [1, 4]
+    for _ in range(5):  # a liar issues no more than can be out
+        one.claim("liar", set(range(50_000)))
+    assert one.next_ticket == 5
