@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=5555, help="port on which samplers connect")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--keys", type=Path, help="folder of CURVE keys (./run.sh keys DIR), for any --host beyond this machine")
-    add("--resume", choices=("auto", "never"), default="auto", help="auto: go on with the run in --save_path, if any")
+    add("--resume", choices=("auto", "never"), default="auto", help="auto: resume the run in --save_path, if any")
     add("--keep_journal", action="store_true", help="keep all groups in --save_path, for --replay")
     add("--replay", help="train on the groups that a run kept in this folder (--keep_journal), without samplers")
     add("--save_steps", type=int, default=10, help="steps between checkpoints")
@@ -217,7 +217,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--replay has the references' log-probs already: leave --ref_sync_steps out")
     for name in ("eval_steps", "ref_sync_steps"):
         if getattr(args, name) % args.publish_steps:
-            parser.error(f"--{name} {getattr(args, name)} is no multiple of --publish_steps {args.publish_steps}")
+            parser.error(f"--{name} {getattr(args, name)} is not a multiple of --publish_steps {args.publish_steps}")
     if not 0 < args.ref_mixup_alpha <= 1:
         parser.error(f"--ref_mixup_alpha is {args.ref_mixup_alpha}, it must be above 0 and at most 1")
     if not Path(args.ds_config).is_file():

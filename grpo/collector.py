@@ -26,9 +26,9 @@ from grpo.rollout import Group, MalformedGroup, unpack
 from grpo.tickets import SILENCE, Ticket, TicketBook
 
 MAX_REPORTED = 50  # kinds of malformed groups
-MAX_BOOKS = 16  # ticket books of samplers that disagree, before the first group
+MAX_BOOKS = 8  # ticket books of samplers that disagree, before the first group
 MAX_SHOWN_DROPS = 10  # for each reason; further ones are only counted
-FRUITLESS = 1000  # tickets that a sampler may drop in a row without a single group; a whole dataset if it is smaller
+FRUITLESS = 1000  # prompts that a sampler may drop without a group between them; all, if the dataset has fewer
 MAX_REASONS = 32  # for which tickets are dropped; what samplers call others beyond that is counted as OTHER
 
 EQUAL = "equal rewards"  # why a group was replaced
@@ -96,6 +96,7 @@ class Collector:
         self._reported: set[str] = set()  # kinds of malformed groups
         self._shown_drops: Counter[str] = Counter()
         self._in_a_row: dict[str, Counter[str]] = {}  # sampler id -> why it dropped tickets since its last group
+        self._given_up: dict[str, set[int]] = {}  # and for which prompts
         self._stale_lengths: list[float] = []  # mean length of each group that came too late
         self.last_arrival = awake.now()
         if journal.history.data:
@@ -282,7 +283,7 @@ class Collector:
         if wanted:  # only this thread takes groups in, so it is still wanted below
             self._journal.put(ticket_id, blob)
         with self._changed:
-            self._in_a_row.pop(sampler_id, None)
+            self._forget_drops(sampler_id)
             if book.arrive(ticket_id, group.adapter_version, awake.now()) == "accepted":
                 self._take(ticket_id, group)
         return True
@@ -342,11 +343,13 @@ class Collector:
             book = self._book_of(sampler_id)
             reason = reason if reason in self._shown_drops or len(self._shown_drops) < MAX_REASONS else OTHER
             if book.belongs_to(ticket_id, sampler_id) and book.drop(ticket_id, reason):
+                prompt = book.ticket(ticket_id).prompt_index
                 self._in_a_row.setdefault(sampler_id, Counter())[reason] += 1
+                self._given_up.setdefault(sampler_id, set()).add(prompt)
                 self._shown_drops[reason] += 1
                 if self._shown_drops[reason] <= MAX_SHOWN_DROPS:
                     more = "; more are only counted" if self._shown_drops[reason] == MAX_SHOWN_DROPS else ""
-                    what = f"ticket {ticket_id}, prompt {book.ticket(ticket_id).prompt_index}"
+                    what = f"ticket {ticket_id}, prompt {prompt}"
                     print(f"sampler {sampler_id} dropped {what}: {reason}{more}", flush=True)
                 self._settle(book)
             self._changed.notify_all()
@@ -368,7 +371,7 @@ class Collector:
             lost = self._release(sampler_id, reason=why, weight=failed + SILENCE * silent)
             del self._hellos[sampler_id]
             self._turn.pop(sampler_id, None)
-            self._in_a_row.pop(sampler_id, None)
+            self._forget_drops(sampler_id)
         print(f"sampler {sampler_id} left ({reason}); {lost} of its tickets go to others", flush=True)
 
     # -- called by the training loop ---------------------------------------------------------------------------
@@ -406,11 +409,15 @@ class Collector:
     def _fruitless(self, sampler_id: str) -> str:
         """What is to be said of a sampler that dropped ticket after ticket without a group between them, else ''."""
         reasons = self._in_a_row.get(sampler_id, Counter())
-        dropped = reasons.total()
-        if dropped < min(FRUITLESS, self._book_of(sampler_id).num_prompts):
+        prompts = len(self._given_up.get(sampler_id, ()))
+        if prompts < min(FRUITLESS, self._book_of(sampler_id).num_prompts):
             return ""
         most = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
-        return f"{dropped} tickets in a row were dropped, the reasons: {most}"
+        return f"{reasons.total()} tickets in a row were dropped, the reasons: {most}"
+
+    def _forget_drops(self, sampler_id: str) -> None:
+        for table in (self._in_a_row, self._given_up):
+            table.pop(sampler_id, None)
 
     def finish_step(self, version: int | None) -> None:
         """The step is trained and, if `version` is given, that adapter is published."""

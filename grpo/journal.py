@@ -110,5 +110,5 @@ def read_history(save_path: Path, mend: bool = False) -> History:
             elif kind == "drop":
                 history.dropped[event["ticket"]] = event["reason"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number} is no event ({error!r}): the run cannot go on from it") from error
+            raise ValueError(f"{path}, line {number} is no event ({error!r}): the run cannot be resumed") from error
     return history

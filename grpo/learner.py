@@ -376,7 +376,7 @@ class Learner:
         self._saved = self.steps_done
         if self.publisher.newest >= 0 and self.ranks.rank == 0:
             print(
-                f"learner: going on with run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
+                f"learner: resuming run {self.run['run_id'][:8]} from the checkpoint of step {self.steps_done}; "
                 f"its newest adapter is version {self.publisher.newest}"
             )
             if decision["changes"]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_PROMPTS = 1 << 26  # of a dataset: a permutation of them takes half a gigabyte
+MAX_PROMPTS = 1 << 24  # of a dataset: a permutation of them takes 128 MiB and a second
 LARGEST_TICKET = 1 << 62  # and the smallest: minus that
 MAX_HANDOVERS = 2  # how often a ticket goes to another sampler before it is dropped
 SILENCE = 0.5  # what a sampler that vanished counts of a handover: machines are taken away, tickets do not kill often

@@ -174,7 +174,7 @@ def test_a_reference_of_another_run_is_refused(tmp_path):
 def test_wrong_numbers_are_named(capsys):
     for flags, said in (
         (["--ref_mixup_alpha", "1.5"], "--ref_mixup_alpha is 1.5"),
-        (["--ref_sync_steps", "3", "--publish_steps", "2"], "--ref_sync_steps 3 is no multiple"),
+        (["--ref_sync_steps", "3", "--publish_steps", "2"], "--ref_sync_steps 3 is not a multiple"),
         (["--ref_sync_steps", "3", "--beta", "0"], "give --beta above 0"),
         (["--clip_eps", "-1"], "--clip_eps is -1.0"),
         (["--ref_sync_steps", "3", "--replay", "x"], "leave --ref_sync_steps out"),
@@ -197,7 +197,7 @@ def test_a_run_starts_from_an_adapter_and_renews_its_reference(tmp_path, materia
     shutil.rmtree(init)  # the run has its own copy
     run.learner_flags += ["--max_steps", 4]
     trainer, _ = run.to_the_end(workers)
-    assert "going on with run" in trainer.output()
+    assert "resuming run" in trainer.output()
     store, references = AdapterStore(run.path), AdapterStore(run.path, "references")
     first = references.read(0)
     assert first[1].r == 2 and all(torch.equal(first[2][name], given[name]) for name in given)
