@@ -242,6 +242,7 @@ class Learner:
         if self.source:
             if self.channel:
                 self._finish_evaluations()
+                self._check_channel()
             reached = 0 < self.args.max_steps <= self.steps_done
             if reached and not self._failure:
                 self.source.covered()
@@ -283,11 +284,15 @@ class Learner:
             if now - noticed >= NOTICE_SECONDS:
                 noticed = now
                 print(f"waiting for the evaluation of versions {sorted(self.source.pinned)}", flush=True)
-            try:
-                self.channel.check()
-            except ChannelError as error:
-                self._failure = error
+            self._check_channel()
             time.sleep(0.1)
+
+    def _check_channel(self) -> None:
+        """A channel that has failed fails the run: samplers cannot be told that it is over."""
+        try:
+            self.channel.check()
+        except ChannelError as error:
+            self._failure = self._failure or error
 
     # -- the start ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from test_rollout import make_group
 from tiny import ds_config, tiny_model
 
 from grpo.batch import collate
+from grpo.channel import ChannelError
 from grpo.engine import adapter_state, make_engine, precision, read_ds_config
 from grpo.held_out import HeldOut
 from grpo.learner import Learner
@@ -264,3 +265,13 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_one_long_call(capfd):
         SIGNALS.tell(lambda number: None)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_channel_that_has_failed_fails_a_run_that_is_being_stopped():
+    def check():
+        raise ChannelError("the channel failed: KeyError('x')")
+
+    learner = Learner.__new__(Learner)
+    learner.channel, learner._failure = SimpleNamespace(check=check), None
+    learner._check_channel()
+    assert "the channel failed" in str(learner._failure)
