@@ -462,6 +462,9 @@ class Learner:
                 return None
             try:
                 groups = self.source.next_step(POLL_SECONDS)
+                if groups is None:
+                    self.channel.check()
+                    self._check_patience(started)
             except ChannelError as error:
                 self._failure = error  # the work so far is saved before it is raised
                 self.ranks.share(STOP)
@@ -475,13 +478,6 @@ class Learner:
                 self.ranks.share(STEP, [settings, *blobs])
                 self._max_new_tokens = self.source.max_new_tokens
                 return groups
-            try:
-                self.channel.check()
-                self._check_patience(started)
-            except ChannelError as error:
-                self._failure = error  # the work so far is saved before it is raised
-                self.ranks.share(STOP)
-                return None
             self.ranks.share()
             self.logbook.waiting(self.source.queue, self.groups_per_step)
             if awake.now() - noticed >= NOTICE_SECONDS:
